@@ -1,0 +1,31 @@
+"""What a worker process is told when it starts."""
+
+import os
+from dataclasses import dataclass
+
+from core.config import Config, EngineConfig
+from core.types import Role
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """`config` is the whole deployment; the worker reads its own pool's part of it."""
+
+    worker_id: str  # stable in its pool: "prefill-0"
+    role: Role
+    config: Config
+    host: str = "127.0.0.1"  # bound and advertised
+    port: int = 0  # 0: any free one
+    num_threads: int = 0  # for torch; 0: all cores
+    kv_memory_bytes: int = 0  # for KV blocks when num_kv_blocks is not set; 0: a share of free RAM
+
+    @property
+    def engine(self) -> EngineConfig:
+        return self.config.engine_for(self.role.value)
+
+    @property
+    def threads(self) -> int:
+        configured = self.engine.threads
+        if configured != "auto":
+            return configured
+        return self.num_threads or os.cpu_count() or 1

@@ -1,0 +1,1 @@
+"""One model on one worker. Knows torch; knows nothing of Ray, gRPC or KV transports."""

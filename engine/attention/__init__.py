@@ -1,0 +1,1 @@
+"""One contract (`base.AttentionBackend`), one file per backend."""

@@ -1,0 +1,1 @@
+"""One decoder, model families as flags; weights."""

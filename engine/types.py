@@ -1,0 +1,38 @@
+"""What goes into the engine and what comes out."""
+
+from dataclasses import dataclass, field
+
+from core.types import FinishReason, TokenLogprobs
+
+
+@dataclass(slots=True)
+class SequenceOutput:
+    """What one engine step did for one sequence. A step returns one for every sequence that was
+    admitted, computed prompt tokens for a hand-over, sampled, or ended."""
+
+    request_id: str
+    # New tokens sampled in this step, with their logprobs if asked for.
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    # Set once, in the step that gave the sequence its blocks.
+    admitted: bool = False
+    block_table: list[int] | None = None  # of a prefill_only or remote sequence, with `admitted`
+    num_cached_tokens: int = 0  # with `admitted`: found in this engine's prefix cache
+    queue_seconds: float = 0.0  # with `admitted`: from add to admission
+    # Tokens whose KV is final, after this step.
+    num_computed_tokens: int = 0
+    error: str | None = None  # the engine could not go on with this sequence
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since start and gauges of now."""
+
+    requests_running: int
+    requests_waiting: int
+    waiting_prefill_tokens: int
+    tokens_prefilled_total: int
+    tokens_decoded_total: int
+    prefix_hit_tokens_total: int
+    preemptions_total: int

@@ -1,0 +1,78 @@
+"""The contract of a KV transport.
+
+A worker has one `KVTransfer` per transport it can use, over one KV tensor. The same object serves
+both sides: what `offer()` returns lets peers read this worker's blocks, `pull()` reads a peer's.
+
+Ownership. The side that owns the destination starts and ends every copy: `pull` is called by the
+decode worker on blocks it has reserved. When `pull` returns, every byte is in place. When it
+raises anything, cancellation included, no byte will be written any more: an implementation waits
+for the wire to be quiet before it lets the exception out, or raises `TransferInDoubt`, and then
+the caller must not reuse the blocks before `quiet` is set.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from core.errors import HandoverError
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One incarnation of a worker whose blocks can be read."""
+
+    worker_id: str
+    incarnation: str
+    address: str  # host:port of its gRPC server
+    payload: bytes  # of its TransportOffer, as `KVTransfer.offer()` made it there
+
+
+class TransferInDoubt(HandoverError):
+    """A pull ended while its copy may still write into the destination blocks."""
+
+    def __init__(self, message: str, quiet: asyncio.Event) -> None:
+        super().__init__(message)
+        self.quiet = quiet
+
+
+class KVTransfer(ABC):
+    """Reads KV blocks of peers into the local KV tensor.
+
+    `kv_cache` is `[num_blocks, ...]`, contiguous, block first; blocks are copied whole.
+    All methods are called from one asyncio loop; none blocks it for more than a few hundred
+    microseconds.
+    """
+
+    name: str
+    kv_cache: torch.Tensor
+
+    @abstractmethod
+    def offer(self) -> bytes:
+        """What a peer needs in order to read this worker's blocks."""
+
+    @abstractmethod
+    async def pull(
+        self,
+        peer: Peer,
+        request_id: str,
+        remote_block_ids: Sequence[int],
+        local_block_ids: Sequence[int],
+    ) -> None:
+        """Copies remote block i into local block i, for all i. Connects on first use of an
+        incarnation, dropping an older one of the same worker. Raises HandoverError."""
+
+    @abstractmethod
+    def carrier(self, peer: Peer) -> str:
+        """What moves the bytes to this peer underneath, as far as known: "cma", "tcp", ...;
+        "" before the first pull."""
+
+    @abstractmethod
+    def forget(self, worker_id: str) -> None:
+        """Drops all state about a peer that is gone."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Deregisters memory and stops threads; pulls in flight fail first."""

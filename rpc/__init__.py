@@ -1,0 +1,1 @@
+"""gRPC contracts: stubs generated from `proto/` (`make proto`), and their mapping to core types."""

@@ -1,0 +1,43 @@
+"""gRPC servers and channels with one set of options, so that both ends agree.
+
+Keepalive: a prefill may be silent for a minute; a client pings every 10 s and a server allows
+one every 5 s, so that no ping is answered with GOAWAY too_many_pings, and a dead host is
+noticed within 15 s. Messages are small by design: KV travels in pieces of at most 1 MiB.
+"""
+
+import grpc
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+_COMMON = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+_SERVER = [
+    *_COMMON,
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    # Without it two servers could share a port silently, each getting half of the calls.
+    ("grpc.so_reuseport", 0),
+]
+_CLIENT = [
+    *_COMMON,
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Retries belong to the caller: a retried Prefill would be a second attempt under one id.
+    ("grpc.enable_retries", 0),
+    # A channel of its own for each worker connection, never a shared global one.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+def make_server() -> grpc.aio.Server:
+    return grpc.aio.server(options=_SERVER)
+
+
+def make_channel(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=_CLIENT)

@@ -1,0 +1,136 @@
+"""core types <-> protobuf messages. The only place that knows both."""
+
+from core import types
+from core.errors import RequestError
+from rpc import worker_pb2 as pb
+
+_ROLES = {
+    types.Role.PREFILL: pb.ROLE_PREFILL,
+    types.Role.DECODE: pb.ROLE_DECODE,
+    types.Role.COLOCATED: pb.ROLE_COLOCATED,
+}
+_STATES = {
+    types.WorkerState.STARTING: pb.WORKER_STATE_STARTING,
+    types.WorkerState.READY: pb.WORKER_STATE_READY,
+    types.WorkerState.DRAINING: pb.WORKER_STATE_DRAINING,
+    types.WorkerState.DEAD: pb.WORKER_STATE_DEAD,
+}
+_FINISH = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    types.FinishReason.STOP: pb.FINISH_REASON_STOP,
+    types.FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+_ROLES_BACK = {value: key for key, value in _ROLES.items()}
+_STATES_BACK = {value: key for key, value in _STATES.items()}
+_FINISH_BACK = {value: key for key, value in _FINISH.items()}
+
+
+def role_to_pb(role: types.Role) -> pb.Role:
+    return _ROLES[role]
+
+
+def role_from_pb(role: pb.Role) -> types.Role:
+    return _ROLES_BACK[role]
+
+
+def state_to_pb(state: types.WorkerState) -> pb.WorkerState:
+    return _STATES[state]
+
+
+def state_from_pb(state: pb.WorkerState) -> types.WorkerState:
+    return _STATES_BACK[state]
+
+
+def finish_to_pb(reason: types.FinishReason | None) -> pb.FinishReason:
+    return _FINISH[reason]
+
+
+def finish_from_pb(reason: pb.FinishReason) -> types.FinishReason | None:
+    return _FINISH_BACK[reason]
+
+
+def request_to_pb(request: types.GenerationRequest) -> pb.GenerationRequest:
+    sampling = request.sampling
+    message = pb.GenerationRequest(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=request.output_token_ids,
+        cache_salt=request.cache_salt,
+        client_request_id=request.client_request_id,
+        sampling=pb.SamplingParams(
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=sampling.logit_bias,
+            stop_token_ids=sampling.stop_token_ids,
+        ),
+    )
+    if sampling.logprobs is not None:
+        message.sampling.logprobs = sampling.logprobs
+    return message
+
+
+def request_from_pb(message: pb.GenerationRequest) -> types.GenerationRequest:
+    """Raises RequestError for what no router would send."""
+    sampling = message.sampling
+    if not message.request_id:
+        raise RequestError("request_id is empty", param="request_id")
+    if not message.prompt_token_ids:
+        raise RequestError("the prompt has no tokens", param="prompt_token_ids")
+    if sampling.max_tokens < 1:
+        raise RequestError("max_tokens must be at least 1", param="max_tokens")
+    return types.GenerationRequest(
+        request_id=message.request_id,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        output_token_ids=tuple(message.output_token_ids),
+        cache_salt=message.cache_salt,
+        client_request_id=message.client_request_id,
+        sampling=types.SamplingParams(
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=dict(sampling.logit_bias),
+            logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+            stop_token_ids=tuple(sampling.stop_token_ids),
+        ),
+    )
+
+
+def token_to_pb(token_id: int, logprobs: types.TokenLogprobs | None) -> pb.Token:
+    message = pb.Token(id=token_id)
+    if logprobs is not None:
+        message.logprob = logprobs.logprob
+        message.top.extend(pb.TokenLogprob(id=i, logprob=value) for i, value in logprobs.top)
+    return message
+
+
+def token_from_pb(message: pb.Token) -> tuple[int, types.TokenLogprobs | None]:
+    if not message.HasField("logprob"):
+        return message.id, None
+    top = tuple((entry.id, entry.logprob) for entry in message.top)
+    return message.id, types.TokenLogprobs(logprob=message.logprob, top=top)
+
+
+def blocks_to_pb(counts: types.KVBlockCounts) -> pb.KvBlockCounts:
+    return pb.KvBlockCounts(
+        total=counts.total,
+        free=counts.free,
+        cached=counts.cached,
+        running=counts.running,
+        held=counts.held,
+        awaiting=counts.awaiting,
+    )
