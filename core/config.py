@@ -1,5 +1,6 @@
 """One YAML file describes a deployment. Errors name the key, the line and what was expected."""
 
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,11 +11,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from core.errors import ConfigError
 
 Positive = Annotated[int, Field(ge=1)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # Strict: `replicas: true` or `"2"` is a mistake, not a number.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class _KeyedError(ValueError):
+    """What a validator of a whole section found at a key below it."""
+
+    def __init__(self, location: tuple[str, ...], message: str) -> None:
+        super().__init__(message)
+        self.location = location
 
 
 class EngineConfig(_Section):
@@ -34,7 +45,7 @@ class EngineConfig(_Section):
 class PoolConfig(_Section):
     replicas: Annotated[int, Field(ge=0)] = 1
     tensor_parallel_size: Literal[1] = 1
-    resources: dict[str, float] = {}
+    resources: dict[str, Amount] = {}
     engine: dict[str, Any] = {}
 
 
@@ -63,9 +74,15 @@ class RouterConfig(_Section):
     @classmethod
     def _is_host_port(cls, value: str) -> str:
         host, _, port = value.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
+        if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
             raise ValueError("expected host:port, for example 127.0.0.1:8000")
         return value
+
+    @model_validator(mode="after")
+    def _has_two_ports(self) -> "RouterConfig":
+        if self.http == self.grpc and not self.http.endswith(":0"):
+            raise _KeyedError(("grpc",), f"expected another port than router.http ({self.http})")
+        return self
 
 
 class RayConfig(_Section):
@@ -75,7 +92,7 @@ class RayConfig(_Section):
 class Config(_Section):
     """A whole deployment."""
 
-    model: str
+    model: Annotated[str, Field(min_length=1)]
     served_model_name: str | None = None
     dtype: Dtype = "auto"
     mode: Literal["disaggregated", "colocated"] = "disaggregated"
@@ -92,16 +109,21 @@ class Config(_Section):
         if self.mode == "disaggregated":
             sizes = {name: self.engine_for(name).block_size for name in ("prefill", "decode")}
             if len(set(sizes.values())) > 1:
-                raise ValueError(f"pools: block_size must be equal in both pools, got {sizes}")
+                name = next(n for n in sizes if "block_size" in getattr(self.pools, n).engine)
+                raise _KeyedError(
+                    ("pools", name, "engine", "block_size"),
+                    f"expected the same in the prefill and decode pools, got {sizes}",
+                )
         return self
 
     def engine_for(self, pool: str) -> EngineConfig:
         """The engine section with the pool's own overrides applied."""
-        own = getattr(self.pools, pool).engine
+        values = {**self.engine.model_dump(), **getattr(self.pools, pool).engine}
         try:
-            return EngineConfig.model_validate({**self.engine.model_dump(), **own})
+            return EngineConfig.model_validate(values)
         except ValidationError as error:
-            raise ValueError(f"pools.{pool}.engine: {_first(error)}") from error
+            location, message = _first(error, values)
+            raise _KeyedError(("pools", pool, "engine", *location), message) from error
 
     @property
     def active_pools(self) -> tuple[str, ...]:
@@ -113,7 +135,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     read as YAML. Raises ConfigError with one line that says what is wrong and where."""
     path = Path(path)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -130,7 +152,10 @@ def parse_config(text: str, overrides: Sequence[str] = (), source: str = "config
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}:{mark.line + 1}" if mark else source
-        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from error
+        problem = " ".join(str(getattr(error, "problem", error)).split())
+        raise ConfigError(f"{where}: not valid YAML: {problem}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{source}: nested too deeply") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{source}: expected a mapping at the top, like `model: smollm2-135m`")
     for override in overrides:
@@ -138,43 +163,78 @@ def parse_config(text: str, overrides: Sequence[str] = (), source: str = "config
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        location = tuple(str(part) for part in error.errors()[0]["loc"])
-        line = _line_of(root, location)
-        where = f"{source}:{line}" if line else source
-        raise ConfigError(f"{where}: {_first(error)}") from error
+        location, message = _first(error, data)
+        where = _where(location, overrides, root, source)
+        raise ConfigError(f"{where}: {'.'.join(location)}: {message}") from error
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
+    """Sets one key. Sections on the way are copied: YAML aliases may share them."""
     key, equals, value = override.partition("=")
-    if not equals or not key:
+    if not equals or not all(key.split(".")):
         raise ConfigError(f"--set {override}: expected key=value, for example dtype=float32")
     *parents, last = key.split(".")
     node = data
     for parent in parents:
         child = node.get(parent)
-        if child is None:
-            child = node[parent] = {}
-        if not isinstance(child, dict):
+        if child is not None and not isinstance(child, dict):
             raise ConfigError(f"--set {key}: {parent} is not a section")
+        node[parent] = child = dict(child or {})
         node = child
     try:
         node[last] = yaml.safe_load(value)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"--set {key}: value is not valid YAML") from error
 
 
-def _first(error: ValidationError) -> str:
-    """One line for the first problem: the dotted key and what was expected."""
-    problem = error.errors()[0]
-    # A union adds the name of the branch tried as a last, lower-level location part.
-    key = ".".join(str(p) for p in problem["loc"] if not str(p).startswith(("constrained", "lit")))
-    if problem["type"] == "extra_forbidden":
-        return f"{key}: unknown key"
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "missing":
-        return f"{key}: missing, a value is required"
-    got = "" if isinstance(problem["input"], dict) else f", got {problem['input']!r}"
-    return f"{key}: {message}{got}" if key else message
+def _first(error: ValidationError, data: Any) -> tuple[tuple[str, ...], str]:
+    """Location of the first problem in `data`, and what was expected there."""
+    problems = error.errors()
+    location = _existing(problems[0]["loc"], data)
+    here = [p for p in problems if _existing(p["loc"], data) == location]
+    cause = here[0].get("ctx", {}).get("error")
+    if isinstance(cause, _KeyedError):
+        return (*location, *cause.location), str(cause)
+    kind = here[0]["type"]
+    if kind == "extra_forbidden":
+        return location, "unknown key"
+    if kind == "missing":
+        return location, "missing, a value is required"
+    got = reprlib.repr(here[0]["input"])
+    if kind in ("model_type", "dict_type"):
+        return location, f"expected a section with keys of its own, got {got}"
+    # A union has one problem for each branch.
+    wanted = " or ".join(p["msg"].removeprefix("Input should be ") for p in here)
+    wanted = wanted.removeprefix("Value error, ")
+    return (
+        location,
+        f"{wanted if wanted.startswith('expected') else f'expected {wanted}'}, got {got}",
+    )
+
+
+def _existing(location: tuple[str | int, ...], data: Any) -> tuple[str, ...]:
+    """Without the branch names that a union adds after a plain value."""
+    parts = []
+    for part in location:
+        if not isinstance(data, dict):
+            break
+        parts.append(str(part))
+        data = data.get(part)
+        if data is None:
+            break
+    return tuple(parts)
+
+
+def _where(
+    location: tuple[str, ...], overrides: Sequence[str], root: yaml.Node | None, source: str
+) -> str:
+    """The override that set a key, or the line of the file."""
+    for override in reversed(overrides):
+        path = tuple(override.partition("=")[0].split("."))
+        if path == location[: len(path)]:
+            return f"--set {override}"
+    line = _line_of(root, location)
+    return f"{source}:{line}" if line else source
 
 
 def _line_of(node: yaml.Node | None, location: tuple[str, ...]) -> int | None:

@@ -1,8 +1,12 @@
 """What goes into the engine and what comes out."""
 
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
 
 from core.types import FinishReason, TokenLogprobs
+from engine.attention.base import StepBatch
 
 
 @dataclass(slots=True)
@@ -36,3 +40,36 @@ class EngineStats:
     tokens_decoded_total: int
     prefix_hit_tokens_total: int
     preemptions_total: int
+
+
+class ModelLimits(Protocol):
+    """What the engine needs to know of a model's configuration."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+
+
+class Model(Protocol):
+    """A decoder over the paged KV cache. `bind` is called once, before the first `forward`."""
+
+    @property
+    def config(self) -> ModelLimits: ...
+    @property
+    def kv_dtype(self) -> torch.dtype: ...
+
+    def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
+        """(num_layers, 2, num_kv_heads, block_size, head_dim)"""
+
+    def bind(self, kv_cache: torch.Tensor) -> None:
+        """`kv_cache`: [num_blocks, *kv_block_shape]. The engine keeps it alive and in place."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # int64 [T]
+        positions: torch.Tensor,  # int64 [T]
+        batch: StepBatch,
+        logits_rows: torch.Tensor,  # int64 [R], R may be 0
+    ) -> torch.Tensor:
+        """Writes the KV of all T tokens; float32 logits [R, vocab_size] of the tokens named."""

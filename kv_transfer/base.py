@@ -7,7 +7,8 @@ Ownership. The side that owns the destination starts and ends every copy: `pull`
 decode worker on blocks it has reserved. When `pull` returns, every byte is in place. When it
 raises anything, cancellation included, no byte will be written any more: an implementation waits
 for the wire to be quiet before it lets the exception out, or raises `TransferInDoubt`, and then
-the caller must not reuse the blocks before `quiet` is set.
+the caller must not reuse the blocks before `quiet` is set. A cancelled pull whose wire does not
+fall quiet in time raises `TransferInDoubt` in place of `CancelledError`.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ class KVTransfer(ABC):
 
     `kv_cache` is `[num_blocks, ...]`, contiguous, block first; blocks are copied whole.
     All methods are called from one asyncio loop; none blocks it for more than a few hundred
-    microseconds.
+    microseconds. Making one may take longer: memory is registered there.
     """
 
     name: str
@@ -76,3 +77,40 @@ class KVTransfer(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Deregisters memory and stops threads; pulls in flight fail first."""
+
+
+def block_bytes(kv_cache: torch.Tensor) -> int:
+    """Bytes of one block. Raises ValueError for a tensor whose blocks are not one piece each."""
+    if kv_cache.dim() < 2 or not kv_cache.is_contiguous():
+        raise ValueError("a KV cache is [num_blocks, ...] and contiguous")
+    return kv_cache[0].numel() * kv_cache.itemsize
+
+
+def check_block_ids(
+    remote_ids: Sequence[int], num_remote: int | None, local_ids: Sequence[int], num_local: int
+) -> None:
+    """Refuses a copy that would leave one of the two tensors. `num_remote` None: the peer checks.
+    Raises HandoverError."""
+    if len(remote_ids) != len(local_ids):
+        raise HandoverError(f"{len(remote_ids)} remote blocks for {len(local_ids)} local ones")
+    if len(set(local_ids)) != len(local_ids):
+        raise HandoverError("a local block is named twice in one pull")
+    for side, ids, limit in (("remote", remote_ids, num_remote), ("local", local_ids, num_local)):
+        if ids and (min(ids) < 0 or (limit is not None and max(ids) >= limit)):
+            raise HandoverError(
+                f"{side} block ids {min(ids)}..{max(ids)} are out of range, {side} blocks: {limit}"
+            )
+
+
+async def settled(future: asyncio.Future, on_cancel) -> asyncio.CancelledError | None:
+    """Waits for `future` through cancellations: each calls `on_cancel()`, which must make the
+    future end soon. Returns the last cancellation, for the caller to raise. The future's own
+    outcome is left in it."""
+    cancelled = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            cancelled = error
+            on_cancel()
+    return cancelled

@@ -1,0 +1,69 @@
+# The verbs of this repository. `make` alone lists them; CI runs the same ones.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+# The first python of 3.11 or later; PYTHON=... takes another.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+# More arguments for pip, for example an index with CPU builds of torch.
+PIP_ARGS ?=
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+CONFIG ?= configs/local.yaml
+ARGS ?=
+
+.PHONY: help install serve test lint proto bench-kv clean
+
+help: ## List the verbs
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(VENV)/.installed ## Make .venv and install pdserve with its workers
+
+serve: $(VENV)/.installed ## Get the model and serve configs/local.yaml until Ctrl-C (CONFIG=, ARGS=)
+	@exec $(BIN)/pdserve up $(CONFIG) $(ARGS)
+
+test: $(VENV)/.installed-dev ## Run the test suite (ARGS= goes to pytest)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+lint: $(VENV)/.installed-dev ## Check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+proto: $(VENV)/.installed-dev ## Make the gRPC stubs in rpc/ from proto/ again
+	$(BIN)/python -m grpc_tools.protoc -I rpc=proto --python_out=. --pyi_out=. --grpc_python_out=. \
+		proto/*.proto
+
+bench-kv: $(VENV)/.installed ## Measure the bandwidth of the KV transports
+	$(BIN)/python benchmarks/kv_bandwidth.py $(ARGS)
+
+clean: ## Remove .venv and what tools have cached
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---------------------------------------------------------------- environments
+
+$(BIN)/python:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "pdserve: error: Python 3.11 or later is needed and was not found; install it," \
+			"or name it: make PYTHON=/path/to/python3" >&2; exit 1; fi
+	@echo "Making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		echo "pdserve: error: cannot make $(VENV); on Debian or Ubuntu: apt install python3-venv" >&2; \
+		exit 1; }
+
+# The stamps: nothing is installed again before pyproject.toml changes.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "Installing pdserve and what its workers need (torch, ray, nixl: some minutes)"
+	$(PIP) install $(PIP_ARGS) -e ".[worker]"
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	@echo "Installing pdserve with what tests and checks need (some minutes)"
+	$(PIP) install $(PIP_ARGS) -e ".[worker,test,dev]"
+	@touch $(VENV)/.installed $@

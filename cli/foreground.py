@@ -1,0 +1,190 @@
+"""What `pdserve up` runs once Ray is there: the controller, the router, and their story told."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from cli.log_tail import tail_logs
+from cli.preflight import client_address
+from cli.state import Deployment, deployment_name, registered
+from cli.stop_signals import StopSignals
+from cli.terminal import Reporter
+from cluster.controller import Controller
+from cluster.process_tree import identify
+from cluster.router_process import RouterProcess
+from cluster.worker_slot import SlotOptions
+from core.config import Config
+from rpc import cluster_pb2
+from rpc import worker_pb2 as pb
+
+_READY_S = 60.0  # from the last worker's start to the router's word that a pair can serve
+_GRACE_S = 5.0
+
+
+class Foreground:
+    """Owns the controller and the router of one deployment while its loop runs. Whatever ends
+    `run`, both are stopped: the router first, so that no request meets a worker that is gone."""
+
+    def __init__(
+        self,
+        config: Config,
+        model_name: str,
+        log_dir: Path,
+        reporter: Reporter,
+        worker_classes: dict[str, str],
+        verbose: bool,
+    ) -> None:
+        self._config = config
+        self._model_name = config.served_model_name or model_name
+        self._log_dir = log_dir
+        self._reporter = reporter
+        self._worker_classes = worker_classes
+        self._verbose = verbose
+        self._url = f"http://{client_address(config.router.http)}"
+        self._is_ready = False
+
+    async def run(self, router: Sequence[str], config_path: str, signals: StopSignals) -> None:
+        """Serves until a signal or a Shutdown call. `router`: the router's module and arguments,
+        without the controller's address. Raises PdserveError if it cannot start."""
+        options = SlotOptions(
+            deployment=deployment_name(self._config.router.http),
+            log_dir=str(self._log_dir),
+            worker_classes=self._worker_classes,
+        )
+        controller = Controller(self._config, options)
+        signals.notify(asyncio.get_running_loop(), controller.shutdown_requested.set)
+        router_process: RouterProcess | None = None
+        try:
+            await controller.start()
+            arguments = [*router, "--controller", controller.address]
+            router_process = RouterProcess(arguments, self._url, self._log_dir / "router.log")
+            with registered(self._deployment(controller.address, config_path)):
+                async with self._told(controller):
+                    await self._serve(controller, router_process)
+        finally:
+            signals.stopping()
+            self._reporter.doing("Stopping")
+            if router_process is not None:
+                await router_process.stop(_GRACE_S)
+            await controller.stop(_GRACE_S)
+
+    async def _serve(self, controller: Controller, router: RouterProcess) -> None:
+        starting = asyncio.create_task(self._start(controller, router))
+        stop = asyncio.create_task(controller.shutdown_requested.wait())
+        try:
+            await asyncio.wait([starting, stop], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                await stop
+        finally:
+            starting.cancel()
+            stop.cancel()
+            await asyncio.gather(starting, stop, return_exceptions=True)
+
+    async def _start(self, controller: Controller, router: RouterProcess) -> None:
+        """Workers and router start side by side; the first failure ends both."""
+        tasks = [
+            asyncio.create_task(controller.wait_ready()),
+            asyncio.create_task(router.start()),
+        ]
+        try:
+            for first in asyncio.as_completed(tasks):
+                await first
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if all(getattr(self._config.pools, p).replicas for p in self._config.active_pools):
+            await router.wait_for("/ready", _READY_S)
+        self._is_ready = True
+        self._reporter.rest()
+        self._announce()
+
+    def _deployment(self, controller: str, config_path: str) -> Deployment:
+        me = identify(os.getpid())
+        assert me is not None, "this process exists"
+        return Deployment(
+            http=self._config.router.http,
+            url=self._url,
+            pid=me.pid,
+            start_ticks=me.start_ticks,
+            controller=controller,
+            config=os.path.abspath(config_path),
+            log_dir=str(self._log_dir),
+        )
+
+    # ------------------------------------------------------------ the story
+
+    @contextlib.asynccontextmanager
+    async def _told(self, controller: Controller) -> AsyncIterator[None]:
+        """Tells of the workers: their loading at first, their deaths and returns later."""
+        telling = [asyncio.create_task(self._tell(controller), name="tell")]
+        if self._verbose:
+            shown = frozenset({"controller.log"})  # by logging itself
+            tail = tail_logs(self._log_dir, lambda line: print(line, file=sys.stderr), shown)
+            telling.append(asyncio.create_task(tail, name="tail"))
+        try:
+            yield
+        finally:
+            for task in telling:
+                task.cancel()
+            await asyncio.gather(*telling, return_exceptions=True)
+
+    async def _tell(self, controller: Controller) -> None:
+        states: dict[str, int] = {}
+        async for view in controller.publisher.watch():
+            for worker in view.workers:
+                before = states.get(worker.id)
+                states[worker.id] = worker.state
+                if worker.state == before:
+                    continue
+                if worker.state == pb.WORKER_STATE_READY:
+                    self._reporter.done(f"{worker.id} is ready (pid {worker.pid})")
+                elif worker.state == pb.WORKER_STATE_DEAD:
+                    self._reporter.warn(f"{worker.id} died: {worker.detail}")
+            if not self._is_ready:
+                self._reporter.doing(_loading(view))
+
+    def _announce(self) -> None:
+        config = self._config
+        pools = " and ".join(
+            f"{getattr(config.pools, pool).replicas} {pool}" for pool in config.active_pools
+        )
+        body = (
+            f'{{"model": "{self._model_name}", "max_tokens": 64, '
+            '"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
+        )
+        say = self._reporter.say
+        self._reporter.done(f"Ready: {self._model_name} on {pools} worker(s)")
+        say(f"  HTTP  {self._url}  (OpenAI's API; also /cluster and /metrics)")
+        say(f"  gRPC  {client_address(config.router.grpc)}")
+        say(f"  logs  {self._log_dir}")
+        say("Try, in another terminal:")
+        say(
+            f"  curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' "
+            f"-d '{body}'"
+        )
+        say(f"  {_own_command()} chat{_url_option(self._url)}")
+        say("Ctrl-C stops it.")
+
+
+def _loading(view: cluster_pb2.ClusterView) -> str:
+    starting = [w for w in view.workers if w.state == pb.WORKER_STATE_STARTING]
+    if not starting:
+        return "Waiting for the router"
+    return "Starting workers: " + " · ".join(f"{w.id}: {w.detail or 'starting'}" for w in starting)
+
+
+def _own_command() -> str:
+    """How to call this command from the same folder."""
+    if shutil.which("pdserve"):
+        return "pdserve"
+    return os.path.relpath(Path(sys.executable).parent / "pdserve")
+
+
+def _url_option(url: str) -> str:
+    return "" if url == "http://127.0.0.1:8000" else f" --url {url}"

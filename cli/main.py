@@ -1,0 +1,149 @@
+"""The `pdserve` command: what a person types. Each command imports what it needs when it runs."""
+
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli.terminal import Reporter, clear_errors
+
+app = typer.Typer(
+    help="Serve a language model with prefill and decode on separate pools of workers.\n\n"
+    "Start: pdserve up configs/local.yaml. Talk: pdserve chat 'Why is the sky blue?'.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+models_app = typer.Typer(help="Get models ahead of time and see what is here.",
+                         no_args_is_help=True)  # fmt: skip
+app.add_typer(models_app, name="models")
+
+Url = Annotated[
+    str | None,
+    typer.Option("--url", help="The router's HTTP address. Default: the one that runs here."),
+]
+
+
+@app.command(epilog="Example: pdserve up configs/local.yaml --set pools.decode.replicas=2")
+def up(
+    config: Annotated[Path, typer.Argument(help="The YAML file of the deployment.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the file. Repeatable."),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show logs, and tracebacks of errors.")
+    ] = False,
+) -> None:
+    """Start a deployment and keep it in the foreground until Ctrl-C."""
+    with clear_errors(verbose):
+        from cli.up import UpOptions, run_up
+
+        run_up(UpOptions(config, tuple(overrides or ()), verbose))
+
+
+@app.command(epilog="Example: pdserve down 127.0.0.1:8000")
+def down(
+    http: Annotated[
+        str | None,
+        typer.Argument(help="The HTTP address of the one to stop, if several run here."),
+    ] = None,
+) -> None:
+    """Stop a deployment that runs on this machine."""
+    with clear_errors():
+        from cli.down import stop_deployment
+        from cli.state import find_deployment
+        from core.errors import UnavailableError
+
+        deployment = find_deployment(http)
+        if deployment is None:
+            raise UnavailableError(f"nothing runs here{f' at {http}' if http else ''}")
+        with Reporter() as reporter:
+            reporter.doing(f"Stopping {deployment.url} (pid {deployment.pid})")
+            ended = stop_deployment(deployment)
+            reporter.done("Stopped" if ended else "It did not stop when asked, and was killed")
+
+
+@app.command(epilog="Example: pdserve status --json | jq '.workers[].kv_blocks'")
+def status(
+    url: Url = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The router's /cluster as it is.")
+    ] = False,
+) -> None:
+    """Show the workers, their KV blocks and what they have done."""
+    with clear_errors():
+        from cli.client import find_url, get_json, router_client
+        from cli.status import print_cluster
+
+        address = find_url(url)
+        with router_client(address) as client:
+            cluster = get_json(client, "/cluster")
+        if as_json:
+            print(json.dumps(cluster, indent=2))
+        else:
+            print_cluster(cluster, address)
+
+
+@app.command(epilog="Example: pdserve chat 'Write a haiku about caches' --max-tokens 60")
+def chat(
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to ask. Without it, a conversation begins.")
+    ] = None,
+    url: Url = None,
+    system: Annotated[str | None, typer.Option(help="A system message to start with.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="The longest answer.")] = None,
+) -> None:
+    """Talk to the model in the terminal; the answer streams."""
+    with clear_errors():
+        from cli.chat import run_chat
+        from cli.client import find_url
+
+        run_chat(find_url(url), prompt, system, max_tokens)
+
+
+@models_app.command("pull", epilog="Example: pdserve models pull smollm2-135m")
+def models_pull(
+    name: Annotated[str, typer.Argument(help="A built-in name, a hub id, a folder or a file.")],
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show tracebacks.")] = False,
+) -> None:
+    """Get a model now, so that `up` need not."""
+    with clear_errors(verbose):
+        from core.model_files import resolve_model
+
+        with Reporter() as reporter:
+            reporter.doing(f"Looking for model {name}")
+            files = resolve_model(name, progress=reporter.doing)
+            reporter.done(f"{files.name} is at {files.path}")
+
+
+@models_app.command("list", epilog="Example: pdserve models list")
+def models_list() -> None:
+    """List the built-in models and whether they are here already."""
+    with clear_errors():
+        from core.errors import ModelError
+        from core.model_files import built_in_models, resolve_model
+
+        for name in built_in_models():
+            try:
+                where = str(resolve_model(name, download=False).path)
+            except ModelError:
+                where = f"not here yet; pdserve models pull {name}"
+            print(f"{name}\t{where}")
+
+
+@app.command(epilog="Example: pdserve version")
+def version() -> None:
+    """Print the version."""
+    print(importlib.metadata.version("pdserve"))
+
+
+def main() -> None:
+    """The console script. Ctrl-C outside `up` ends with 130, as a shell expects."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -1,0 +1,92 @@
+"""Which deployments run on this machine: one small file for each `pdserve up`."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cluster.process_tree import ProcessId
+from core.errors import ConfigError, UnavailableError
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """One running `pdserve up`. The HTTP address names it: no two can have the same."""
+
+    http: str  # host:port, as configured
+    url: str  # where a client of this machine reaches it
+    pid: int
+    start_ticks: int
+    controller: str  # host:port of ClusterService
+    config: str
+    log_dir: str
+
+    @property
+    def process(self) -> ProcessId:
+        return ProcessId(self.pid, self.start_ticks)
+
+
+def deployment_name(http: str) -> str:
+    """The HTTP address as part of a file's or an actor's name."""
+    return "".join(c if c.isalnum() or c in ".-" else "-" for c in http)
+
+
+def log_dir_for(http: str) -> Path:
+    return _state_home() / "logs" / deployment_name(http)
+
+
+def running_deployments() -> list[Deployment]:
+    """All that run, by address. Files whose process is gone are removed."""
+    found = []
+    for path in sorted(_run_dir().glob("*.json")):
+        try:
+            deployment = Deployment(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            deployment = None
+        if deployment is not None and deployment.process.is_alive:
+            found.append(deployment)
+        else:
+            path.unlink(missing_ok=True)
+    return found
+
+
+def find_deployment(http: str | None) -> Deployment | None:
+    """The one that serves `http`, or the only one. None if there is none; ConfigError if there
+    are several to choose from."""
+    running = running_deployments()
+    if http is not None:
+        wanted = http.removeprefix("http://").rstrip("/")
+        return next((d for d in running if wanted in (d.http, d.url[7:])), None)
+    if len(running) > 1:
+        choices = ", ".join(d.http for d in running)
+        raise ConfigError(f"several deployments run here, name one: {choices}")
+    return running[0] if running else None
+
+
+@contextlib.contextmanager
+def registered(deployment: Deployment) -> Iterator[None]:
+    """Keeps the deployment's file as long as it runs."""
+    path = _run_dir() / f"{deployment_name(deployment.http)}.json"
+    temporary = path.with_suffix(f".{os.getpid()}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(asdict(deployment)))
+        temporary.replace(path)
+    except OSError as error:
+        raise UnavailableError(f"cannot write {path}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _state_home() -> Path:
+    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(home).expanduser() / "pdserve"
+
+
+def _run_dir() -> Path:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime) / "pdserve" if runtime else _state_home() / "run"

@@ -1,0 +1,128 @@
+"""`pdserve up`: one deployment in the foreground, from the checks to the last process gone."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cli.preflight import claim_addresses
+from cli.state import log_dir_for
+from cli.stop_signals import StopSignals
+from cli.terminal import Reporter
+from core.config import Config, load_config
+from core.host import available_memory
+from core.model_files import resolve_model
+
+# Before grpc is loaded: its notes about our starting of processes are no news for a terminal.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    config_path: Path
+    overrides: tuple[str, ...] = ()
+    verbose: bool = False
+    # Other programs in the places of the real ones.
+    router_module: str = "router"
+    worker_classes: dict[str, str] = field(default_factory=dict)
+
+
+def run_up(options: UpOptions) -> None:
+    """Runs a deployment until Ctrl-C, SIGTERM or `pdserve down`. Raises PdserveError for whatever
+    keeps it from running; then, as after a normal end, nothing that it started is left."""
+    with Reporter() as reporter, StopSignals() as signals:
+        try:
+            checked = _check(options, reporter)
+            _run(options, checked, reporter, signals)
+        except (KeyboardInterrupt, SystemExit):  # the latter is Ray's answer to a SIGTERM
+            pass
+        reporter.rest()
+        reporter.say("stopped")
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    config: Config
+    overrides: tuple[str, ...]  # that make `config` out of the file
+    model_name: str
+
+
+def _check(options: UpOptions, reporter: Reporter) -> _Checked:
+    """Everything that can be checked before a process is started, and the model fetched."""
+    config = load_config(options.config_path, options.overrides)
+    claimed = claim_addresses(config)
+    overrides = (*options.overrides, *(f"{key}='{value}'" for key, value in claimed.items()))
+    config = load_config(options.config_path, overrides)
+    reporter.doing(f"Looking for model {config.model}")
+    model = resolve_model(config.model, progress=reporter.doing)
+    reporter.done(f"Model {model.name} at {model.path}")
+    if config.ray.address is None:
+        from cluster.sizing import check_memory
+
+        check_memory(config, model.path, available_memory())
+    return _Checked(config, overrides, model.name)
+
+
+def _run(
+    options: UpOptions,
+    checked: _Checked,
+    reporter: Reporter,
+    signals: StopSignals,
+) -> None:
+    config = checked.config
+    log_dir = log_dir_for(config.router.http)
+    with _logging_to(log_dir, options.verbose):
+        reporter.doing("Starting Ray" if config.ray.address is None else "Connecting to Ray")
+        from cli.foreground import Foreground  # imports ray
+        from cluster.ray_session import ray_session
+
+        with contextlib.ExitStack() as stack:
+            with signals.deferred():
+                stack.enter_context(ray_session(config))
+            foreground = Foreground(
+                config,
+                checked.model_name,
+                log_dir,
+                reporter,
+                options.worker_classes,
+                options.verbose,
+            )
+            router = [options.router_module, "--config", str(options.config_path)]
+            for override in checked.overrides:
+                router += ["--set", override]
+            try:
+                asyncio.run(foreground.run(router, str(options.config_path), signals))
+            finally:
+                reporter.doing("Stopping Ray")
+                signals.stopping()
+
+
+@contextlib.contextmanager
+def _logging_to(log_dir: Path, verbose: bool) -> Iterator[None]:
+    """Logs of this process go to a file, and to the terminal too if `verbose`. So do the lines
+    that Ray prints to stdout. The files of an earlier run are kept once, as *.old."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    for path in log_dir.glob("*.log"):
+        path.replace(path.with_suffix(".log.old"))
+    root, level = logging.getLogger(), logging.getLogger().level
+    form = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with (log_dir / "controller.log").open("a", buffering=1) as file:
+        handlers: list[logging.Handler] = [logging.StreamHandler(file)]
+        if verbose:
+            handlers.append(logging.StreamHandler(sys.stderr))
+        for handler in handlers:
+            handler.setFormatter(form)
+            root.addHandler(handler)
+        root.setLevel(logging.INFO)
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every poll
+        try:
+            with contextlib.redirect_stdout(sys.stderr if verbose else file):
+                yield
+        finally:
+            root.setLevel(level)
+            for handler in handlers:
+                root.removeHandler(handler)

@@ -1,0 +1,57 @@
+"""Reservations. Each worker has a placement group of its own, and nothing inside it reserves
+again: two owners of one GPU would wait for each other for ever."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from core.errors import UnavailableError
+
+
+class PlacementError(UnavailableError):
+    """The cluster has not got what a worker needs; the message names it."""
+
+
+@asynccontextmanager
+async def reserved(
+    bundle: dict[str, float], name: str, timeout_s: float
+) -> AsyncIterator[PlacementGroup]:
+    """Holds the resources of one worker on one node, and gives them back on the way out, which
+    ends every process that runs on them. Raises PlacementError after `timeout_s`."""
+    group = await asyncio.to_thread(placement_group, [bundle], strategy="PACK", name=name)
+    try:
+        deadline = time.monotonic() + timeout_s
+        while not await asyncio.to_thread(group.wait, 1):
+            if time.monotonic() >= deadline:
+                raise PlacementError(await asyncio.to_thread(_shortage, bundle, timeout_s))
+        yield group
+    finally:
+        await asyncio.to_thread(remove_placement_group, group)
+
+
+def _shortage(bundle: dict[str, float], timeout_s: float) -> str:
+    """Says which resources are missing, and whether they exist but are taken."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    lacking = [
+        f"{name} {amount:g} (the cluster has {total.get(name, 0):g}, {free.get(name, 0):g} free)"
+        for name, amount in bundle.items()
+        if free.get(name, 0) < amount
+    ]
+    what = ", ".join(lacking) or f"{bundle} on one node"
+    return f"no place for the worker after {timeout_s:g} s: it needs {what}"
+
+
+def actor_options(bundle: dict[str, float]) -> dict[str, object]:
+    """The bundle in the words of an actor's options."""
+    other = dict(bundle)
+    options: dict[str, object] = {
+        "num_cpus": other.pop("CPU", 0),
+        "num_gpus": other.pop("GPU", 0),
+    }
+    if "memory" in other:
+        options["memory"] = other.pop("memory")
+    return options | {"resources": other}

@@ -1,0 +1,83 @@
+"""What each worker gets of the host it shares: threads, memory for KV blocks. And whether the
+whole deployment fits, asked before anything is loaded."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.config import Config, PoolConfig
+from core.errors import ConfigError
+from core.host import default_kv_memory
+
+GIB = 1 << 30
+WORKER_OVERHEAD_BYTES = 600 << 20  # interpreter, torch, activations; measured 450 to 600 MB
+RAY_OVERHEAD_BYTES = 600 << 20  # Ray's own processes of a local cluster; measured 550 MB
+
+
+@dataclass(frozen=True, slots=True)
+class HostShare:
+    """One worker's part of its host. 0 leaves the choice to the worker."""
+
+    num_threads: int = 0
+    kv_memory_bytes: int = 0
+
+
+def num_workers(config: Config) -> int:
+    return sum(getattr(config.pools, name).replicas for name in config.active_pools)
+
+
+def bundle_for(pool: PoolConfig) -> dict[str, float]:
+    """The resources that one worker of the pool reserves; one CPU unless the pool says else."""
+    bundle = {name: amount for name, amount in ({"CPU": 1.0} | pool.resources).items() if amount}
+    if not bundle or any(amount < 0 for amount in bundle.values()):
+        raise ConfigError(f"pools: resources must be positive and not all 0, got {pool.resources}")
+    return bundle
+
+
+def share_of(config: Config, pool_name: str, is_local: bool) -> HostShare:
+    """A worker's share. On a cluster only the reservation is known: its CPUs become threads and
+    the worker measures memory itself, as it does wherever it has a GPU."""
+    pool = getattr(config.pools, pool_name)
+    cpus = pool.resources.get("CPU")
+    if cpus is None and is_local:
+        threads = max(1, available_cpus() // max(1, num_workers(config)))
+    else:
+        threads = max(1, int(bundle_for(pool).get("CPU", 1)))
+    if not is_local or pool.resources.get("GPU"):
+        return HostShare(num_threads=threads)
+    return HostShare(threads, default_kv_memory(num_workers(config)))
+
+
+def available_cpus() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def weights_bytes(path: Path, dtype: str) -> int:
+    """About what the loaded weights of a model take. Quantised GGUF files hold about 4.5 bits a
+    weight and are loaded as 16 or 32; safetensors are 16 bits nearly always."""
+    if path.is_dir():
+        stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        growth = 2.0 if dtype == "float32" else 1.0
+    else:
+        stored = path.stat().st_size
+        growth = 7.0 if dtype == "float32" else 3.5
+    return int(stored * growth)
+
+
+def check_memory(config: Config, model_path: Path, available_bytes: int) -> None:
+    """Raises ConfigError if a local deployment cannot fit into the available memory. An estimate
+    that errs on the small side: it stops what cannot work, and lets through what may."""
+    workers = num_workers(config)
+    if any(getattr(config.pools, name).resources.get("GPU") for name in config.active_pools):
+        return
+    weights = weights_bytes(model_path, config.dtype)
+    kv = default_kv_memory(workers)
+    needed = workers * (weights + kv + WORKER_OVERHEAD_BYTES) + RAY_OVERHEAD_BYTES
+    if needed > available_bytes:
+        raise ConfigError(
+            f"too little memory: {workers} worker{'s' * (workers != 1)} of about "
+            f"{(weights + kv + WORKER_OVERHEAD_BYTES) / GIB:.1f} GiB (weights {weights / GIB:.1f}, "
+            f"KV blocks {kv / GIB:.1f}) and Ray need about {needed / GIB:.1f} GiB, "
+            f"{available_bytes / GIB:.1f} GiB are available"
+        )

@@ -1,0 +1,112 @@
+"""The Ray actor around one worker. It runs in the worker's own process."""
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from core.errors import ConfigError, ModelError
+from core.types import Role
+from core.worker_settings import WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+WORKER_CLASSES = {
+    Role.PREFILL: "prefill_worker:PrefillWorker",
+    Role.DECODE: "decode_worker:DecodeWorker",
+    Role.COLOCATED: "decode_worker:DecodeWorker",
+}
+# After a crash of the engine the actor lives this long, for its owner to read why.
+_LAST_WORDS_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class StartOutcome:
+    """Either `info`, a serialized WorkerInfo, or `error`. A permanent error is one that the next
+    start would meet again: a wrong configuration, a model that cannot be loaded."""
+
+    info: bytes = b""
+    error: str = ""
+    is_permanent: bool = False
+
+
+class WorkerActor:
+    """Owns one worker from start to stop; never restarted in place, so one process is one
+    incarnation. Every method runs on one asyncio loop; the worker keeps long work off it."""
+
+    def __init__(self, worker_class: str, log_path: str | None) -> None:
+        self._worker_class = worker_class
+        self._worker: Any = None
+        self._progress = "starting its process"
+        if log_path is not None:
+            _log_to(Path(log_path))
+
+    async def start(self, settings: WorkerSettings) -> StartOutcome:
+        """Builds and starts the worker. `settings.host` "" stands for this node's address."""
+        # Ray sets 1. Read by OpenMP when torch is imported, which has not happened yet.
+        os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+        try:
+            self._progress = "importing"
+            if not settings.host:
+                import ray
+
+                settings = replace(settings, host=ray.util.get_node_ip_address())
+            module, _, name = self._worker_class.partition(":")
+            worker = getattr(importlib.import_module(module), name)(settings)
+            await worker.start(self._report)
+            self._worker = worker
+            return StartOutcome(info=worker.info.SerializeToString())
+        except (ConfigError, ModelError) as error:
+            logger.error("cannot start: %s", error)
+            return StartOutcome(error=str(error), is_permanent=True)
+        except Exception as error:
+            logger.exception("cannot start")
+            return StartOutcome(error=f"{type(error).__name__}: {error}")
+
+    async def progress(self) -> str:
+        """What the start is doing now, for people."""
+        return self._progress
+
+    async def watch(self) -> str:
+        """Returns why the worker failed, when it does. The process then ends by itself."""
+        await asyncio.wait([self._worker.failed])
+        failed: asyncio.Future[Any] = self._worker.failed
+        if failed.cancelled():
+            return "stopped"
+        reason = failed.exception() or failed.result()
+        logger.error("the worker failed and its process ends: %s", reason)
+        asyncio.get_running_loop().call_later(_LAST_WORDS_S, os._exit, 1)
+        return f"{type(reason).__name__}: {reason}"
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends what runs and closes everything, within about `grace_s`."""
+        if self._worker is not None:
+            await self._worker.stop(grace_s)
+
+    def _report(self, what: str) -> None:
+        self._progress = what
+        logger.info("%s", what)
+
+
+def _log_to(path: Path) -> None:
+    """Sends logging, prints and the last words of native code to one file, by name of the worker
+    instead of Ray's by number. Earlier lives of the worker stay above in the same file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=os.fdopen(2, "w", buffering=1, closefd=False),
+        force=True,
+    )

@@ -1,0 +1,207 @@
+"""One worker that is wanted: started, watched, replaced.
+
+    waiting for resources -> starting -> ready -> died -> pause -> waiting for resources ...
+
+Every life is a fresh actor in a fresh placement group, with a fresh incarnation.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.backoff import Backoff
+from cluster.placement import PlacementError, actor_options, reserved
+from cluster.view import ViewPublisher
+from cluster.worker_actor import WORKER_CLASSES, StartOutcome, WorkerActor
+from core.errors import ConfigError, DeadlineError, EngineError, PdserveError
+from core.types import WorkerState
+from core.worker_settings import WorkerSettings
+from rpc import cluster_pb2 as pb
+from rpc import codec
+from rpc import worker_pb2 as worker_pb
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "pdserve"
+_PROGRESS_EVERY_S = 0.3
+_CALL_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class SlotOptions:
+    """How workers are run, equal for all of a deployment. The waits are bounds, not delays."""
+
+    deployment: str
+    log_dir: str | None = None
+    placement_timeout_s: float = 60.0
+    start_timeout_s: float = 900.0
+    backoff: Backoff = field(default_factory=Backoff)
+    # By role value, "module:Class"; a role that is not named here has its usual class.
+    worker_classes: dict[str, str] = field(default_factory=dict)
+
+
+class WorkerSlot:
+    """Owns one worker id and the life that it has now: its placement group, its actor and its
+    entry in the view. At most one life exists at a time; `first_ready` is set once, by the first
+    one to become ready or by the error that makes it pointless to wait longer."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        bundle: dict[str, float],
+        publisher: ViewPublisher,
+        options: SlotOptions,
+    ) -> None:
+        self.settings = settings
+        self.first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.first_ready.add_done_callback(lambda f: f.cancelled() or f.exception())
+        self._bundle = bundle
+        self._publisher = publisher
+        self._options = options
+        self._backoff = replace(options.backoff)
+        self._actor: Any = None
+        self._ready_at: float | None = None
+        self._is_stopping = False
+        self._entry = pb.WorkerEntry(
+            id=settings.worker_id, role=codec.role_to_pb(settings.role), host=settings.host
+        )
+        self._publish(WorkerState.STARTING, "waiting for resources")
+        self._task = asyncio.create_task(self._run(), name=f"slot {settings.worker_id}")
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends the worker for good: asked first, killed after the grace. Idempotent."""
+        self._is_stopping = True
+        if self._entry.state == worker_pb.WORKER_STATE_READY:
+            self._publish(WorkerState.DRAINING, "stopping")
+        if self._actor is not None:
+            with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
+                await _call(self._actor.stop.remote(grace_s), grace_s + _CALL_TIMEOUT_S)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self.first_ready.cancel()
+        self._publisher.remove(self.settings.worker_id)
+
+    # ------------------------------------------------------------ lives
+
+    async def _run(self) -> None:
+        while not self._is_stopping:
+            self._ready_at = None
+            error = await self._live()
+            # Loading is no proof of health: a life counts from the moment it was ready.
+            lived_s = time.monotonic() - self._ready_at if self._ready_at is not None else 0.0
+            pause = self._backoff.after_death(lived_s)
+            hopeless = isinstance(error, ConfigError | PlacementError)
+            if hopeless:
+                pause = self._backoff.longest_s
+            if (hopeless or self._backoff.is_crash_loop) and not self.first_ready.done():
+                self.first_ready.set_exception(error)
+            if self._is_stopping:
+                return
+            worker_id = self.settings.worker_id
+            logger.warning("%s died: %s; starting again in %.1f s", worker_id, error, pause)
+            self._publish(WorkerState.DEAD, f"{error.message}; starting again in {pause:.1f} s")
+            await asyncio.sleep(pause)
+
+    async def _live(self) -> PdserveError:
+        """One life, from reservation to death. Returns what ended it."""
+        worker_id = self.settings.worker_id
+        self._forget_life()
+        self._publish(WorkerState.STARTING, "waiting for resources")
+        name = f"pdserve:{self._options.deployment}:{worker_id}"
+        try:
+            async with reserved(self._bundle, name, self._options.placement_timeout_s) as group:
+                self._actor = self._create_actor(name, group)
+                try:
+                    await self._start()
+                    return EngineError(await self._actor.watch.remote())
+                finally:
+                    actor, self._actor = self._actor, None
+                    await asyncio.to_thread(ray.kill, actor)
+        except PdserveError as error:
+            return error
+        except ray.exceptions.RayError as error:
+            return EngineError(_why_dead(error))
+        except Exception as error:  # of Ray itself: a name not free yet, the head unreachable
+            logger.exception("cannot run %s", worker_id)
+            return EngineError(f"{type(error).__name__}: {error}")
+
+    def _create_actor(self, name: str, group: PlacementGroup) -> Any:
+        role = self.settings.role
+        worker_class = self._options.worker_classes.get(role.value, WORKER_CLASSES[role])
+        log_dir = self._options.log_dir
+        return (
+            ray.remote(WorkerActor)
+            .options(
+                name=name,
+                namespace=NAMESPACE,
+                max_restarts=0,  # Ray would revive it without a new incarnation
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=0
+                ),
+                **actor_options(self._bundle),
+            )
+            .remote(worker_class, log_dir and f"{log_dir}/{self.settings.worker_id}.log")
+        )
+
+    async def _start(self) -> None:
+        """Starts the worker in its actor, publishing its progress. Raises what went wrong."""
+        starting = asyncio.ensure_future(_result(self._actor.start.remote(self.settings)))
+        try:
+            async with asyncio.timeout(self._options.start_timeout_s):
+                while not starting.done():
+                    await asyncio.wait([starting], timeout=_PROGRESS_EVERY_S)
+                    if not starting.done():
+                        doing = await self._actor.progress.remote()
+                        self._publish(WorkerState.STARTING, doing)
+        except TimeoutError as error:
+            raise DeadlineError(f"not ready after {self._options.start_timeout_s:g} s") from error
+        finally:
+            starting.cancel()
+        outcome: StartOutcome = starting.result()
+        if outcome.error:
+            raise (ConfigError if outcome.is_permanent else EngineError)(outcome.error)
+        info = worker_pb.WorkerInfo.FromString(outcome.info)
+        self._entry.host, self._entry.pid = info.host, info.pid
+        self._entry.address, self._entry.incarnation = info.address, info.incarnation
+        self._ready_at = time.monotonic()
+        self._publish(WorkerState.READY)
+        if not self.first_ready.done():
+            self.first_ready.set_result(None)
+
+    # ------------------------------------------------------------ the view
+
+    def _forget_life(self) -> None:
+        for name in ("pid", "address", "incarnation"):
+            self._entry.ClearField(name)
+
+    def _publish(self, state: WorkerState, detail: str = "") -> None:
+        self._entry.state = codec.state_to_pb(state)
+        self._entry.detail = detail
+        published = pb.WorkerEntry()
+        published.CopyFrom(self._entry)
+        self._publisher.publish(published)
+
+
+async def _result(ref: Any) -> Any:
+    return await ref
+
+
+async def _call(ref: Any, timeout_s: float) -> Any:
+    return await asyncio.wait_for(_result(ref), timeout_s)
+
+
+def _why_dead(error: Exception) -> str:
+    """The telling part of what Ray says of a dead actor."""
+    text = str(getattr(error, "error_msg", "")) or str(error)
+    for line in text.splitlines():
+        if "exit" in line.lower() or "died" in line.lower() or "kill" in line.lower():
+            text = line
+            break
+    return " ".join(text.split())[:300] or type(error).__name__

@@ -1,0 +1,25 @@
+"""What this host has to give."""
+
+from pathlib import Path
+
+_DEFAULT_KV_SHARE = 0.3
+_DEFAULT_KV_LIMIT = 2 << 30
+
+
+def available_memory() -> int:
+    """Bytes that can be taken without swapping: the kernel's estimate, or what is left under the
+    container's own limit (cgroup v2) where that is less."""
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(meminfo["MemAvailable"].split()[0]) * 1024
+    cgroup = Path("/sys/fs/cgroup")
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):  # no cgroup v2 here, or "max"
+        return available
+    return min(available, max(0, limit - used))
+
+
+def default_kv_memory(workers_on_host: int = 1) -> int:
+    """Bytes for one worker's KV blocks when nobody has said: a share of what is free."""
+    return min(_DEFAULT_KV_LIMIT, int(_DEFAULT_KV_SHARE * available_memory() / workers_on_host))

@@ -1,0 +1,101 @@
+"""DecodeService: from a hand-over, or from nothing, to a stream of tokens."""
+
+import grpc
+
+from core.types import GenerationRequest
+from decode_worker.kv_import import KVImport
+from decode_worker.peers import PeerBook
+from engine.types import SequenceOutput
+from rpc import codec, worker_pb2_grpc
+from rpc import worker_pb2 as pb
+from rpc.status import translated_errors
+from worker.outputs import OutputStream
+from worker.runtime import WorkerRuntime
+
+
+class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
+    def __init__(self, runtime: WorkerRuntime, peers: PeerBook) -> None:
+        self._runtime = runtime
+        self._peers = peers
+
+    async def Decode(self, message: pb.DecodeRequest, context: grpc.aio.ServicerContext) -> None:
+        # Not a generator: a cancelled call must always arrive as CancelledError in here.
+        async with translated_errors(context):
+            self._runtime.check_callable(message.incarnation)
+            request = codec.request_from_pb(message.request)
+            with self._runtime.outputs.open(request.request_id) as outputs:
+                if message.HasField("source"):
+                    await self._after_hand_over(request, message.source, outputs, context)
+                else:
+                    await self._from_scratch(request, outputs, context)
+
+    async def _after_hand_over(
+        self,
+        request: GenerationRequest,
+        source: pb.PeerAddress,
+        outputs: OutputStream,
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        num_emitted = len(request.output_token_ids) + 1  # P's token is the first of this attempt
+        result = await KVImport(self._runtime, self._peers, request, source, outputs).run()
+        if result.finish_reason is not None:
+            reason = codec.finish_to_pb(result.finish_reason)
+            tokens = pb.Tokens(first_index=num_emitted, finish_reason=reason)
+            await context.write(pb.DecodeEvent(tokens=tokens))
+            return
+        try:
+            await context.write(pb.DecodeEvent(started=result.started))
+            await self._stream(outputs, num_emitted, context)
+        except BaseException:
+            self._runtime.abort(request.request_id)
+            raise
+
+    async def _from_scratch(
+        self,
+        request: GenerationRequest,
+        outputs: OutputStream,
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        try:
+            await self._runtime.run_on_engine(lambda e: e.add(request))
+            await self._stream(outputs, len(request.output_token_ids), context)
+        except BaseException:
+            self._runtime.abort(request.request_id)
+            raise
+
+    async def _stream(
+        self, outputs: OutputStream, num_emitted: int, context: grpc.aio.ServicerContext
+    ) -> None:
+        """Tokens as they come; those that pile up behind a slow reader go as one message."""
+        is_finished = False
+        while not is_finished:
+            batch = [await outputs.next()]
+            while outputs.has_more():
+                batch.append(await outputs.next())
+            if (started := _admission(batch)) is not None:
+                await context.write(pb.DecodeEvent(started=started))
+            tokens = _tokens(batch, num_emitted)
+            num_emitted += len(tokens.tokens)
+            is_finished = batch[-1].finish_reason is not None
+            if tokens.tokens or is_finished:
+                await context.write(pb.DecodeEvent(tokens=tokens))
+
+
+def _admission(batch: list[SequenceOutput]) -> pb.DecodeStarted | None:
+    for output in batch:
+        if output.admitted:
+            return pb.DecodeStarted(
+                num_cached_tokens=output.num_cached_tokens, queue_seconds=output.queue_seconds
+            )
+    return None
+
+
+def _tokens(batch: list[SequenceOutput], first_index: int) -> pb.Tokens:
+    message = pb.Tokens(
+        first_index=first_index, finish_reason=codec.finish_to_pb(batch[-1].finish_reason)
+    )
+    for output in batch:
+        for i, token_id in enumerate(output.token_ids):
+            logprobs = output.logprobs[i] if output.logprobs else None
+            message.tokens.append(codec.token_to_pb(token_id, logprobs))
+    return message

@@ -1,0 +1,42 @@
+"""One decode (or colocated) worker: a runtime, its peers and its service."""
+
+import asyncio
+from collections.abc import Callable
+
+from core.worker_settings import WorkerSettings
+from decode_worker.decode_service import DecodeService
+from decode_worker.peers import PeerBook
+from rpc import worker_pb2 as pb
+from rpc import worker_pb2_grpc
+from worker.runtime import WorkerRuntime
+
+
+class DecodeWorker:
+    """Start it, serve until `failed` or until told to stop."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.runtime = WorkerRuntime(settings)
+        self.peers = PeerBook(self.runtime)
+
+    @property
+    def info(self) -> pb.WorkerInfo:
+        return self.runtime.info
+
+    @property
+    def failed(self) -> "asyncio.Future[BaseException]":
+        return self.runtime.failed
+
+    async def start(self, progress: Callable[[str], None]) -> None:
+        """Raises ModelError. Afterwards the worker answers at `info.address`."""
+        await self.runtime.load(progress)
+        worker_pb2_grpc.add_DecodeServiceServicer_to_server(
+            DecodeService(self.runtime, self.peers), self.runtime.server
+        )
+        await self.runtime.serve()
+
+    async def drain(self) -> None:
+        await self.runtime.drain()
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        await self.runtime.stop(grace_s)
+        await self.peers.close()

@@ -1,0 +1,330 @@
+"""One model, one KV cache, many sequences. Single-threaded: see `engine.loop` for its thread."""
+
+import itertools
+import logging
+import time
+
+import torch
+
+from core.config import EngineConfig
+from core.errors import EngineError, RequestError
+from core.types import FinishReason, GenerationRequest, KVBlockCounts, TokenLogprobs
+from engine.attention.base import StepBatch
+from engine.block_pool import BlockPool
+from engine.sampler import Sampler, SamplerOutput
+from engine.scheduler import Scheduler, StepPlan
+from engine.sequence import Sequence, SequenceState, check_request, check_token_ids
+from engine.types import EngineStats, Model, SequenceOutput
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Owns the KV cache and every sequence in it; the life of a sequence is in `engine.sequence`.
+
+    - `kv_cache` is allocated once and never moves: transports register its memory.
+    - Between two calls every block is free, cached, or in exactly the tables of sequences that
+      own it (`check_integrity`). Only AWAITING sequences' blocks are written by others, only
+      HELD and AWAITING ones are known to others; both last until the caller says otherwise.
+    - A sequence ends once: by a finish reason, an error, `release` or `abort`. All but the
+      first two are silent, since the caller asked for them.
+    """
+
+    def __init__(
+        self, model: Model, config: EngineConfig, num_kv_blocks: int, device: str = "cpu"
+    ) -> None:
+        block_shape = model.kv_block_shape(config.block_size)
+        self.kv_cache = torch.zeros(
+            (num_kv_blocks, *block_shape), dtype=model.kv_dtype, device=device
+        )
+        model.bind(self.kv_cache)
+        self.max_model_len = min(
+            config.max_model_len or model.config.max_model_len,
+            model.config.max_model_len,
+            num_kv_blocks * config.block_size,
+        )
+        self.pool = BlockPool(num_kv_blocks, config.enable_prefix_caching)
+        self.scheduler = Scheduler(config, self.pool)
+        self.made_progress = False  # whether the last step did anything at all
+        self._sampler = Sampler()
+        self.model = model
+        self._vocab_size = model.config.vocab_size
+        self._device = device
+        self._sequences: dict[str, Sequence] = {}
+        self._arrivals = itertools.count()
+        self._early: list[SequenceOutput] = []  # outputs of the next step, known before it
+        self._num_prefilled = 0
+        self._num_decoded = 0
+
+    # ------------------------------------------------------------ requests in
+
+    def add(self, request: GenerationRequest) -> None:
+        """Prefills and decodes here. Raises RequestError."""
+        self._add(request)
+
+    def add_prefill(self, request: GenerationRequest, *, hold: bool = True) -> None:
+        """Computes the prompt and samples one token. With `hold` all blocks then stay pinned
+        until `release`; without, or if that token ends the sequence, they are given back at
+        once. Raises RequestError."""
+        self._add(request, prefill_only=True, hold=hold)
+
+    def add_remote(self, request: GenerationRequest) -> None:
+        """Waits for blocks for all tokens of the request, whose KV a peer will send. They are
+        announced by an output with `admitted`; the first `num_cached_tokens` tokens need no
+        sending. Then comes `start_decode`, `fall_back` or `abort`, in bounded time.
+
+        Call it only once the peer has admitted the prefill: blocks are then reserved for KV
+        that is certain to be computed, and two workers can never wait for each other's blocks.
+        Raises RequestError."""
+        self._add(request, wants_remote_kv=True)
+
+    def start_decode(self, request_id: str, first_token: int) -> None:
+        """The KV of all tokens is in place. `first_token`, which the peer has emitted already,
+        becomes the first output here and is not emitted again."""
+        seq = self._get(request_id, SequenceState.AWAITING)
+        check_token_ids((first_token,), self._vocab_size, "first_token")
+        self.scheduler.start_decode(seq)
+        self._append(seq, first_token)
+
+    def fall_back(self, request_id: str, first_token: int | None = None) -> None:
+        """The KV did not arrive, and nothing writes into its blocks any more: the sequence gives
+        them back and is computed here, first in line. A first token that the peer has emitted
+        already may be given; without, it is sampled again (the same one) and emitted here."""
+        seq = self._get(request_id, SequenceState.AWAITING)
+        if first_token is not None:
+            check_token_ids((first_token,), self._vocab_size, "first_token")
+        self.scheduler.fall_back(seq)
+        if first_token is not None:
+            self._append(seq, first_token)
+
+    def release(self, request_id: str) -> None:
+        """Ends a HELD sequence; its blocks go to the prefix cache. Unknown ids are ignored."""
+        if request_id in self._sequences:
+            self._end(self._get(request_id, SequenceState.HELD))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a sequence in any state without an output. Unknown ids are ignored. The blocks
+        of an AWAITING sequence may be reused at once: end every copy into them first."""
+        seq = self._sequences.get(request_id)
+        if seq is not None:
+            self._end(seq)
+
+    # -------------------------------------------------------------- questions
+
+    def block_table(self, request_id: str) -> list[int]:
+        return list(self._get(request_id).block_table)
+
+    def is_held(self, request_id: str) -> bool:
+        return request_id in self.scheduler.held
+
+    def has_work(self) -> bool:
+        """Whether `step` may do something. False if all that is left waits for a caller."""
+        return bool(self._early) or self.scheduler.has_work
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that every step must bring forward."""
+        return len(self.scheduler.running)
+
+    def stats(self) -> EngineStats:
+        scheduler = self.scheduler
+        return EngineStats(
+            requests_running=len(scheduler.running) + len(scheduler.awaiting),
+            requests_waiting=len(scheduler.waiting) + len(scheduler.waiting_remote),
+            waiting_prefill_tokens=scheduler.num_waiting_prefill_tokens,
+            tokens_prefilled_total=self._num_prefilled,
+            tokens_decoded_total=self._num_decoded,
+            prefix_hit_tokens_total=scheduler.num_hit_tokens,
+            preemptions_total=scheduler.num_preemptions,
+        )
+
+    def block_counts(self) -> KVBlockCounts:
+        return self.pool.counts()
+
+    def check_integrity(self) -> None:
+        """Raises EngineError with what is wrong if the books disagree. Costs O(blocks)."""
+        self.scheduler.check()
+        scheduler = self.scheduler
+        queues = (scheduler.waiting, scheduler.waiting_remote, scheduler.running)
+        queued = [seq.request_id for queue in queues for seq in queue]
+        queued += [*scheduler.awaiting, *scheduler.held]
+        if sorted(queued) != sorted(self._sequences):
+            raise EngineError(f"engine: queues have {queued}, the engine {[*self._sequences]}")
+
+    # ------------------------------------------------------------------ a step
+
+    def step(self) -> list[SequenceOutput]:
+        """Computes one batch. One output for every sequence that was admitted, advanced towards
+        a hand-over, sampled or ended. If the model or the sampler raises, the sequences of the
+        batch end with an `error`, and the engine can go on with the others."""
+        plan = self.scheduler.schedule()
+        result = self._run(plan)
+        return self._postprocess(plan, result)
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> SamplerOutput | Exception:
+        if not plan.steps:
+            return SamplerOutput([], [])
+        try:
+            batch, input_ids, positions, logits_rows, sampled = _prepare(plan)
+            tensors = (
+                torch.tensor(values, dtype=torch.int64).to(self._device)
+                for values in (input_ids, positions, logits_rows)
+            )
+            input_tensor, position_tensor, rows = tensors
+            logits = self.model.forward(input_tensor, position_tensor, batch, rows)
+            if not sampled:
+                return SamplerOutput([], [])
+            return self._sampler.sample(logits, sampled)
+        except Exception as error:
+            logger.exception("a step with %d sequences failed", len(plan.steps))
+            return error
+
+    def _postprocess(
+        self, plan: StepPlan, result: SamplerOutput | Exception
+    ) -> list[SequenceOutput]:
+        self.made_progress = plan.made_progress or bool(self._early)
+        early, self._early = self._early, []
+        outputs = {seq.request_id: _admitted(seq) for seq in plan.admitted}
+        if isinstance(result, Exception):
+            for seq, _ in plan.steps:
+                self._fail(seq, outputs, f"the engine failed in a step: {result}")
+        else:
+            self._advance(plan, result, outputs)
+        return [*early, *outputs.values()]
+
+    def _advance(
+        self, plan: StepPlan, result: SamplerOutput, outputs: dict[str, SequenceOutput]
+    ) -> None:
+        samples = zip(result.token_ids, result.logprobs, strict=True)
+        for index, (seq, num_tokens) in enumerate(plan.steps):
+            is_decode = index < plan.num_decodes
+            self.scheduler.advance(seq, num_tokens)
+            if is_decode:
+                self._num_decoded += 1
+            else:
+                self._num_prefilled += num_tokens
+            if seq.num_uncomputed_tokens == 0:
+                token_id, logprobs = next(samples)
+                if token_id is None:
+                    self._fail(seq, outputs, "the model's logits are not finite")
+                else:
+                    self._emit(seq, token_id, logprobs, outputs)
+            elif seq.hold:
+                _output_of(seq, outputs).num_computed_tokens = seq.num_computed_tokens
+
+    def _emit(
+        self,
+        seq: Sequence,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        outputs: dict[str, SequenceOutput],
+    ) -> None:
+        output = _output_of(seq, outputs)
+        output.num_computed_tokens = seq.num_computed_tokens
+        output.token_ids.append(token_id)
+        if logprobs is not None:
+            output.logprobs = [logprobs]
+        seq.token_ids.append(token_id)
+        output.finish_reason = seq.finish_reason(self.max_model_len)
+        if output.finish_reason is not None:
+            self._end(seq)
+        elif seq.prefill_only:
+            if seq.hold:
+                self.scheduler.hold(seq)
+            else:
+                self._end(seq)
+
+    # ---------------------------------------------------------------- helpers
+
+    def _add(
+        self,
+        request: GenerationRequest,
+        *,
+        prefill_only: bool = False,
+        hold: bool = False,
+        wants_remote_kv: bool = False,
+    ) -> None:
+        if request.request_id in self._sequences:
+            raise RequestError(f"request {request.request_id} exists", param="request_id")
+        check_request(request, self._vocab_size, self.max_model_len)
+        seq = Sequence(
+            request,
+            arrival=next(self._arrivals),
+            added_at=time.monotonic(),
+            prefill_only=prefill_only,
+            hold=hold,
+            wants_remote_kv=wants_remote_kv,
+        )
+        self._sequences[seq.request_id] = seq
+        self.scheduler.add(seq)
+
+    def _get(self, request_id: str, state: SequenceState | None = None) -> Sequence:
+        seq = self._sequences.get(request_id)
+        if seq is None:
+            raise EngineError(f"request {request_id} is not known to the engine")
+        if state is not None and seq.state is not state:
+            raise EngineError(f"request {request_id} is {seq.state.value}, not {state.value}")
+        return seq
+
+    def _append(self, seq: Sequence, token_id: int) -> None:
+        """Takes over a token that somebody else has emitted."""
+        seq.token_ids.append(token_id)
+        reason: FinishReason | None = seq.finish_reason(self.max_model_len)
+        if reason is not None:
+            computed = seq.num_computed_tokens
+            self._end(seq)
+            self._early.append(
+                SequenceOutput(seq.request_id, finish_reason=reason, num_computed_tokens=computed)
+            )
+
+    def _fail(self, seq: Sequence, outputs: dict[str, SequenceOutput], message: str) -> None:
+        _output_of(seq, outputs).error = message
+        self._end(seq)
+
+    def _end(self, seq: Sequence) -> None:
+        self.scheduler.finish(seq)
+        del self._sequences[seq.request_id]
+
+
+def _prepare(
+    plan: StepPlan,
+) -> tuple[StepBatch, list[int], list[int], list[int], list[Sequence]]:
+    """The batch, input ids, positions, rows whose logits are needed, and their sequences."""
+    input_ids: list[int] = []
+    positions: list[int] = []
+    logits_rows: list[int] = []
+    sampled: list[Sequence] = []
+    query_lens, seq_lens, block_tables = [], [], []
+    for seq, num_tokens in plan.steps:
+        start = seq.num_computed_tokens
+        end = start + num_tokens
+        input_ids += seq.token_ids[start:end]
+        positions += range(start, end)
+        query_lens.append(num_tokens)
+        seq_lens.append(end)
+        block_tables.append(seq.block_table)
+        if end == len(seq.token_ids):
+            logits_rows.append(len(input_ids) - 1)
+            sampled.append(seq)
+    batch = StepBatch(query_lens, seq_lens, block_tables, plan.num_decodes)
+    return batch, input_ids, positions, logits_rows, sampled
+
+
+def _admitted(seq: Sequence) -> SequenceOutput:
+    is_known_to_peer = seq.prefill_only or seq.wants_remote_kv
+    return SequenceOutput(
+        seq.request_id,
+        admitted=True,
+        block_table=list(seq.block_table) if is_known_to_peer else None,
+        num_cached_tokens=seq.num_cached_tokens,
+        queue_seconds=time.monotonic() - seq.added_at,
+        num_computed_tokens=seq.num_computed_tokens,
+    )
+
+
+def _output_of(seq: Sequence, outputs: dict[str, SequenceOutput]) -> SequenceOutput:
+    output = outputs.get(seq.request_id)
+    if output is None:
+        output = outputs[seq.request_id] = SequenceOutput(seq.request_id)
+    return output

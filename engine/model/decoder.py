@@ -1,0 +1,140 @@
+"""One decoder-only transformer for every family: what differs stands in its config."""
+
+import hashlib
+import math
+
+import torch
+import torch.nn.functional as F
+
+from engine.attention.base import AttentionBackend, AttentionLayer, StepBatch
+from engine.attention.torch_paged import TorchPagedAttention
+from engine.model.config import ModelConfig
+from engine.model.layers import Layer, Weights
+from engine.model.rope import Rope, inverse_frequencies
+
+
+class Decoder:
+    """A loaded model. Owns its weights; the KV cache is bound once and belongs to the engine.
+
+    `forward` may be called by one thread at a time."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        dtype: torch.dtype,
+        device: torch.device,
+        fingerprint: str,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.kv_dtype = dtype
+        self._weights = weights
+        self._fingerprint = fingerprint
+        self._ropes = [Rope(config.rope, config.max_model_len, dtype, device)]
+        if config.local_rope is not None:
+            self._ropes.append(Rope(config.local_rope, config.max_model_len, dtype, device))
+        self._attention_layers = [
+            AttentionLayer(i, config.attention_scale, c.sliding_window, config.attention_softcap)
+            for i, c in enumerate(config.layers)
+        ]
+        self._backend: AttentionBackend | None = None
+        self._embedding_scale = (
+            torch.tensor(math.sqrt(config.hidden_size), dtype=dtype, device=device)
+            if config.family.scaled_embeddings
+            else None
+        )
+
+    def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
+        """Of one block: (layers, key and value, heads, tokens, head_dim)."""
+        config = self.config
+        return (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+
+    def bind(self, kv_cache: torch.Tensor) -> None:
+        """kv_cache: `[num_blocks, *kv_block_shape]`, contiguous, finite numbers everywhere."""
+        self._backend = TorchPagedAttention(kv_cache, self.config.num_heads)
+
+    def compatibility(self) -> dict[str, str]:
+        """What two workers must share so that one can read the other's KV blocks."""
+        config = self.config
+        digest = hashlib.sha256()
+        for rope in (config.rope, config.local_rope):
+            if rope is not None:
+                frequencies, factor = inverse_frequencies(rope, config.max_model_len)
+                digest.update(frequencies.numpy().tobytes() + repr(factor).encode())
+        return {
+            "model": self._fingerprint,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "kv_dtype": str(self.kv_dtype).removeprefix("torch."),
+            "num_layers": str(config.num_layers),
+            "num_kv_heads": str(config.num_kv_heads),
+            "head_dim": str(config.head_dim),
+            "rope": digest.hexdigest()[:16],
+        }
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: StepBatch,
+        logits_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """input_ids and positions: `[T]` as `batch` lays them out. Writes the KV of all of them
+        and returns float32 logits `[R, vocab_size]` of the rows `logits_rows` `[R]`."""
+        if self._backend is None:
+            raise RuntimeError("bind a KV cache first")
+        self._backend.plan(batch)
+        cos_sins = [rope.cos_sin(positions) for rope in self._ropes]
+        hidden = F.embedding(input_ids, self._weights.embedding)
+        if self._embedding_scale is not None:
+            hidden = hidden * self._embedding_scale
+        last = self.config.num_layers - 1
+        for i, layer in enumerate(self._weights.layers):
+            has_local_rope = int(self.config.layers[i].has_local_rope)
+            attended = self._attend(
+                layer, i, hidden, self._ropes[has_local_rope], cos_sins[has_local_rope]
+            )
+            if i == last:  # KV is written; from here only the sampled rows matter
+                hidden, attended = hidden[logits_rows], attended[logits_rows]
+            hidden = self._feed_forward(layer, hidden, attended)
+        logits = self._weights.head(self._weights.norm(hidden)).float()
+        if self.config.final_softcap is not None:
+            cap = self.config.final_softcap
+            logits = logits.div_(cap).tanh_().mul_(cap)
+        return logits
+
+    def _attend(
+        self,
+        layer: Layer,
+        index: int,
+        hidden: torch.Tensor,
+        rope: Rope,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Attention before its output projection, `[T, num_heads * head_dim]`."""
+        config = self.config
+        assert self._backend is not None
+        qkv = layer.qkv(layer.input_norm(hidden)).view(hidden.shape[0], -1, config.head_dim)
+        num_rotated = config.num_heads + config.num_kv_heads
+        query_key, value = qkv[:, :num_rotated], qkv[:, num_rotated:]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query = layer.q_norm(qkv[:, : config.num_heads])
+            key = layer.k_norm(qkv[:, config.num_heads : num_rotated])
+            query_key = torch.cat((query, key), dim=1)
+        query_key = rope.apply(query_key, cos_sin)
+        query, key = query_key[:, : config.num_heads], query_key[:, config.num_heads :]
+        attended = self._backend.forward(self._attention_layers[index], query, key, value)
+        return attended.flatten(1)
+
+    def _feed_forward(
+        self, layer: Layer, hidden: torch.Tensor, attended: torch.Tensor
+    ) -> torch.Tensor:
+        attended = layer.o(attended)
+        if layer.attention_post_norm is not None:
+            attended = layer.attention_post_norm(attended)
+        hidden = hidden + attended
+        out = layer.mlp(layer.mlp_norm(hidden))
+        if layer.mlp_post_norm is not None:
+            out = layer.mlp_post_norm(out)
+        return hidden + out

@@ -1,0 +1,290 @@
+"""From model files to a Decoder.
+
+Every parameter is allocated once, in its final dtype and fused shape, and each tensor of the
+checkpoint is copied into its rows. A tensor that is missing, unexpected or of another shape is
+refused by name; nothing is ever left at random.
+"""
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from core.errors import ModelError
+from core.model_files import ModelFiles
+from engine.model.config import ModelConfig, parse_config
+from engine.model.decoder import Decoder
+from engine.model.gguf_weights import GGUFSource
+from engine.model.layers import (
+    ACTIVATION_FUNCTIONS,
+    Experts,
+    Layer,
+    Linear,
+    Mlp,
+    Norm,
+    Weights,
+    can_pack,
+    packed,
+)
+from engine.model.weights import SafetensorsSource, WeightSource
+
+logger = logging.getLogger(__name__)
+
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_PROGRESS_STEPS = 20
+_NAMED_IN_ERRORS = 5
+# Config keys that say nothing about what a model computes.
+_VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+# Tensors that a text decoder does not need: derived buffers, and the eyes of a wrapper model.
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$|\bvision_tower\.|\bmulti_modal_projector\.")
+
+
+def load_model(
+    files: ModelFiles,
+    dtype: Dtype = "auto",
+    device: str = "cpu",
+    progress: Callable[[str], None] | None = None,
+    max_model_len: int | None = None,
+) -> Decoder:
+    """Loads a checkpoint. `max_model_len` shortens the model's own context (a longrope model
+    then uses its short factors). Raises ModelError with one line that says what is wrong."""
+    source = open_source(files)
+    config = parse_config(source.config, max_model_len)
+    where = torch.device(device)
+    chosen = choose_dtype(dtype, where)
+    with torch.inference_mode():
+        allocation = _Allocation(config, chosen, where)
+        _fill(allocation.targets, source, config, progress)
+        allocation.finish(source.norms_include_offset)
+    return Decoder(config, allocation.weights, chosen, where, _fingerprint(source))
+
+
+def open_source(files: ModelFiles) -> WeightSource:
+    if files.format == "gguf":
+        return GGUFSource(files.path)
+    path = files.path / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+    return SafetensorsSource(files.path, config)
+
+
+def fingerprint(files: ModelFiles) -> str:
+    """Digest of a checkpoint's config, tensor names, shapes and types, and of a few bytes of
+    every tensor: cheap, the same on every machine, another for another model."""
+    return _fingerprint(open_source(files))
+
+
+def _fingerprint(source: WeightSource) -> str:
+    config = {key: value for key, value in source.config.items() if key not in _VOLATILE_KEYS}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name in sorted(source.shapes):
+        digest.update(f"{name} {source.shapes[name]} ".encode() + source.sample(name))
+    return digest.hexdigest()[:32]
+
+
+def choose_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the hardware multiplies it, else float32. Raises ModelError when
+    the device cannot compute in what was asked for."""
+    if dtype == "auto":
+        if device.type == "cpu":
+            features = torch.cpu.get_capabilities()
+            has_bfloat16 = features.get("avx512_bf16") or features.get("amx_bf16")
+        else:
+            has_bfloat16 = torch.cuda.is_bf16_supported()
+        chosen = torch.bfloat16 if has_bfloat16 else torch.float32
+        logger.info("dtype auto: %s on %s", str(chosen).removeprefix("torch."), device)
+        return chosen
+    chosen = _DTYPES[dtype]
+    try:
+        one = torch.ones(1, 1, dtype=chosen, device=device)
+        torch.softmax(torch.nn.functional.linear(one, one), -1)
+    except RuntimeError as error:
+        raise ModelError(f"dtype {dtype} cannot be computed on {device}: {error}") from error
+    logger.info("dtype %s on %s", dtype, device)
+    return chosen
+
+
+def _fill(
+    targets: dict[str, torch.Tensor],
+    source: WeightSource,
+    config: ModelConfig,
+    progress: Callable[[str], None] | None,
+) -> None:
+    """Copies every tensor of the source into its target."""
+    ignored = ["lm_head.weight"] if config.tie_word_embeddings else []
+    names = {name: _canonical(name) for name in source.shapes}
+    wanted = {name: own for name, own in names.items() if own in targets}
+    _refuse("missing", set(targets) - set(wanted.values()))
+    surplus = {name for name in names if name not in wanted and not _IGNORED.search(name)}
+    _refuse("unexpected", {name for name in surplus if names[name] not in ignored})
+    for name, own in wanted.items():
+        if source.shapes[name] != tuple(targets[own].shape):
+            raise ModelError(
+                f"tensor {name} has shape {list(source.shapes[name])}, "
+                f"expected {list(targets[own].shape)}"
+            )
+    total = sum(target.numel() for target in targets.values())
+    done = reported = 0
+    for name, tensor in source.read():
+        if name not in wanted:
+            continue
+        target = targets[wanted[name]]
+        target.copy_(tensor)
+        done += target.numel()
+        step = done * _PROGRESS_STEPS // total
+        if progress is not None and step > reported:
+            reported = step
+            progress(f"loading weights {100 * done // total}%")
+
+
+def _canonical(name: str) -> str:
+    """The text model's names without those of a wrapper around it."""
+    name = re.sub(r"^(model\.)?language_model\.(?=model\.|lm_head\.)", "", name)
+    return re.sub(r"^(model\.)?language_model\.", "model.", name)
+
+
+def _refuse(what: str, names: set[str]) -> None:
+    if names:
+        first = ", ".join(sorted(names)[:_NAMED_IN_ERRORS])
+        more = ", ..." if len(names) > _NAMED_IN_ERRORS else ""
+        count = "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
+        raise ModelError(f"checkpoint: {count} {what}: {first}{more}")
+
+
+class _Allocation:
+    """Empty parameters of a model, and under which names a checkpoint fills them.
+
+    `targets` maps each Hugging Face tensor name to the view that it is copied into."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._device = device
+        self._norms: list[Norm] = []
+        self.targets: dict[str, torch.Tensor] = {}
+        embedding = self._empty(config.vocab_size, config.hidden_size)
+        self.targets["model.embed_tokens.weight"] = embedding
+        head = Linear(embedding)
+        if not config.tie_word_embeddings:
+            head = Linear(self._empty(config.vocab_size, config.hidden_size))
+            self.targets["lm_head.weight"] = head.weight
+        self.weights = Weights(
+            embedding=embedding,
+            layers=[self._layer(i) for i in range(config.num_layers)],
+            norm=self._norm("model.norm", config.hidden_size),
+            head=head,
+        )
+
+    def finish(self, norms_include_offset: bool) -> None:
+        """After filling: adds norms' offsets and packs weights, each packed one taking the
+        place of the plain one."""
+        if self._config.family.norm_offset and not norms_include_offset:
+            for norm in self._norms:
+                norm.weight += 1
+        self.targets.clear()
+        if not can_pack(self._dtype, self._device):
+            return
+        self._pack(self.weights, "head")
+        for layer in self.weights.layers:
+            self._pack(layer, "qkv", "o")
+            mlps = layer.mlp.experts if isinstance(layer.mlp, Experts) else [layer.mlp]
+            for mlp in mlps:
+                self._pack(mlp, "gate_up", "down")
+
+    @staticmethod
+    def _pack(owner: Any, *names: str) -> None:
+        for name in names:
+            setattr(owner, name, packed(getattr(owner, name)))
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def _norm(self, name: str, size: int) -> Norm:
+        # 1 + weight does not fit into a narrow type.
+        dtype = torch.float32 if self._config.family.norm_offset else self._dtype
+        norm = Norm(torch.empty(size, dtype=dtype, device=self._device), self._config.norm_eps)
+        self.targets[f"{name}.weight"] = norm.weight
+        self._norms.append(norm)
+        return norm
+
+    def _linear(self, parts: dict[str, int], num_inputs: int, has_bias: bool) -> Linear:
+        """One matrix whose rows are those of the named ones, in order."""
+        rows = sum(parts.values())
+        bias = self._empty(rows) if has_bias else None
+        linear = Linear(self._empty(rows, num_inputs), bias)
+        start = 0
+        for name, size in parts.items():
+            self.targets[f"{name}.weight"] = linear.weight[start : start + size]
+            if bias is not None:
+                self.targets[f"{name}.bias"] = bias[start : start + size]
+            start += size
+        return linear
+
+    def _layer(self, index: int) -> Layer:
+        config, prefix = self._config, f"model.layers.{index}"
+        hidden, family = config.hidden_size, config.family
+        q_size, kv_size = (
+            heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads)
+        )
+        attention = f"{prefix}.self_attn"
+        qkv = {f"{attention}.{n}_proj": kv_size if n != "q" else q_size for n in "qkv"}
+        if family.fused_projections:
+            qkv = {f"{attention}.qkv_proj": q_size + 2 * kv_size}
+        after = f"{prefix}.post_attention_layernorm"
+        before_mlp = f"{prefix}.pre_feedforward_layernorm" if family.post_norms else after
+        after_mlp = f"{prefix}.post_feedforward_layernorm"
+        has_experts = config.layers[index].has_experts
+        return Layer(
+            input_norm=self._norm(f"{prefix}.input_layernorm", hidden),
+            qkv=self._linear(qkv, hidden, config.qkv_bias),
+            q_norm=self._norm(f"{attention}.q_norm", config.head_dim) if family.qk_norm else None,
+            k_norm=self._norm(f"{attention}.k_norm", config.head_dim) if family.qk_norm else None,
+            o=self._linear({f"{attention}.o_proj": hidden}, q_size, config.o_bias),
+            attention_post_norm=self._norm(after, hidden) if family.post_norms else None,
+            mlp_norm=self._norm(before_mlp, hidden),
+            mlp=self._experts(prefix) if has_experts else self._mlp(f"{prefix}.mlp"),
+            mlp_post_norm=self._norm(after_mlp, hidden) if family.post_norms else None,
+        )
+
+    def _mlp(
+        self, prefix: str, size: int = 0, gate: str = "gate_proj", up: str = "up_proj",
+        down: str = "down_proj",
+    ) -> Mlp:  # fmt: skip
+        config = self._config
+        size = size or config.intermediate_size
+        gate_up = {f"{prefix}.{gate}": size, f"{prefix}.{up}": size}
+        if config.family.fused_projections:
+            gate_up = {f"{prefix}.gate_up_proj": 2 * size}
+        return Mlp(
+            gate_up=self._linear(gate_up, config.hidden_size, config.mlp_bias),
+            down=self._linear({f"{prefix}.{down}": config.hidden_size}, size, config.mlp_bias),
+            activation=ACTIVATION_FUNCTIONS[config.activation],
+        )
+
+    def _experts(self, prefix: str) -> Experts:
+        moe, names = self._config.moe, self._config.family.experts
+        assert moe is not None and names is not None
+        router = {f"{prefix}.{names.router}": moe.num_experts}
+        return Experts(
+            router=self._linear(router, self._config.hidden_size, False),
+            experts=[
+                self._mlp(
+                    f"{prefix}.{names.experts}.{i}",
+                    moe.intermediate_size,
+                    names.gate,
+                    names.up,
+                    names.down,
+                )
+                for i in range(moe.num_experts)
+            ],
+            num_active=moe.num_experts_per_tok,
+            normalize=moe.norm_topk_prob,
+        )

@@ -1,0 +1,43 @@
+"""Checksums of KV blocks: XXH3-64 over the bytes of a block as they lie in the cache.
+
+They catch a block that was overwritten, truncated or mixed up on its way; they are no defence
+against somebody who forges blocks.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import xxhash
+
+from core.errors import CorruptBlockError
+from kv_transfer.memory import flat_bytes
+
+_CUDA_STAGE_BLOCKS = 32
+
+
+def block_checksums(kv_cache: torch.Tensor, block_ids: Sequence[int]) -> list[int]:
+    """One checksum for each of `block_ids`, in order. `kv_cache` is `[num_blocks, ...]`.
+    Holds the GIL only between blocks; run it in a thread."""
+    return [xxhash.xxh3_64_intdigest(block) for block in _blocks(kv_cache, block_ids)]
+
+
+def verify(kv_cache: torch.Tensor, block_ids: Sequence[int], expected: Sequence[int]) -> None:
+    """Raises CorruptBlockError naming the first position whose block differs."""
+    if len(block_ids) != len(expected):
+        raise CorruptBlockError(f"{len(expected)} checksums for {len(block_ids)} KV blocks")
+    for position, block in enumerate(_blocks(kv_cache, block_ids)):
+        if xxhash.xxh3_64_intdigest(block) != expected[position]:
+            raise CorruptBlockError(
+                f"KV block at position {position} of {len(expected)} (local block "
+                f"{block_ids[position]}) does not match its checksum"
+            )
+
+
+def _blocks(kv_cache: torch.Tensor, block_ids: Sequence[int]) -> Iterator[memoryview]:
+    if kv_cache.device.type == "cpu":
+        flat = flat_bytes(kv_cache)
+        yield from (flat[block_id].data for block_id in block_ids)
+        return
+    for start in range(0, len(block_ids), _CUDA_STAGE_BLOCKS):
+        ids = torch.tensor(block_ids[start : start + _CUDA_STAGE_BLOCKS], device=kv_cache.device)
+        yield from (block.data for block in flat_bytes(kv_cache.index_select(0, ids).cpu()))

@@ -1,0 +1,97 @@
+"""PrefillService: computes a prompt, announces its blocks, samples the first token."""
+
+import grpc
+
+from core.block_hash import token_digest
+from core.errors import CancelledByPeerError, PdserveError
+from core.types import GenerationRequest
+from kv_transfer.lease import LeaseTable
+from prefill_worker.announcer import Announcer
+from rpc import codec, worker_pb2_grpc
+from rpc import worker_pb2 as pb
+from rpc.status import translated_errors
+from worker.outputs import OutputStream
+from worker.runtime import WorkerRuntime, now
+
+
+class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
+    def __init__(self, runtime: WorkerRuntime, leases: LeaseTable) -> None:
+        self._runtime = runtime
+        self._leases = leases
+        self._checksum = runtime.settings.config.kv_transfer.checksum
+
+    async def Prefill(self, message: pb.PrefillRequest, context: grpc.aio.ServicerContext) -> None:
+        # Not a generator: a cancelled call must always arrive as CancelledError in here.
+        async with translated_errors(context):
+            self._runtime.check_callable(message.incarnation)
+            request = codec.request_from_pb(message.request)
+            if message.hand_over:
+                await self._hand_over(request, context)
+            else:
+                await self._first_token_only(request, context)
+
+    async def _first_token_only(
+        self, request: GenerationRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        """Nobody will attach: one token, and the blocks are free again."""
+        runtime = self._runtime
+        with runtime.outputs.open(request.request_id) as outputs:
+            try:
+                await runtime.run_on_engine(lambda e: e.add_prefill(request, hold=False))
+                await self._until_first_token(outputs, context, None)
+            except BaseException:
+                runtime.abort(request.request_id)
+                raise
+
+    async def _hand_over(
+        self, request: GenerationRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        """The blocks stay pinned until the decode worker has them. This call is the attempt: when
+        it ends before that, for whatever reason, so does the attempt."""
+        runtime, leases, request_id = self._runtime, self._leases, request.request_id
+        tokens = request.token_ids
+        lease = leases.open(request_id, token_digest(tokens), len(tokens))
+        announcer = Announcer(runtime, leases, request_id, self._checksum)
+        try:
+            with runtime.outputs.open(request_id) as outputs:
+                await runtime.run_on_engine(lambda e: e.add_prefill(request))
+                await self._until_first_token(outputs, context, announcer)
+                await lease.ended.wait()
+            if lease.error is not None:
+                raise lease.error
+        except PdserveError as error:
+            leases.fail(request_id, error)
+            raise
+        except BaseException:
+            leases.fail(request_id, CancelledByPeerError("the prefill was cancelled"))
+            raise
+        finally:
+            announcer.close()
+
+    async def _until_first_token(
+        self,
+        outputs: OutputStream,
+        context: grpc.aio.ServicerContext,
+        announcer: Announcer | None,
+    ) -> None:
+        """Passes on what the engine does, up to and including the first token."""
+        started = now()
+        while True:
+            output = await outputs.next()
+            if announcer is not None:
+                announcer.push(output)
+            if output.admitted:
+                started = now()
+                event = pb.PrefillStarted(
+                    num_cached_tokens=output.num_cached_tokens, queue_seconds=output.queue_seconds
+                )
+                await context.write(pb.PrefillEvent(started=event))
+            if output.token_ids:
+                logprobs = output.logprobs[0] if output.logprobs else None
+                first = pb.FirstToken(
+                    token=codec.token_to_pb(output.token_ids[0], logprobs),
+                    finish_reason=codec.finish_to_pb(output.finish_reason),
+                    prefill_seconds=now() - started,
+                )
+                await context.write(pb.PrefillEvent(first_token=first))
+                return

@@ -1,0 +1,66 @@
+"""One prefill worker: a runtime, its leases and its two services."""
+
+import asyncio
+from collections.abc import Callable
+
+from core.errors import PdserveError, UnavailableError
+from core.worker_settings import WorkerSettings
+from kv_transfer.lease import LeaseTable
+from prefill_worker.kv_service import KvService
+from prefill_worker.prefill_service import PrefillService
+from rpc import worker_pb2 as pb
+from rpc import worker_pb2_grpc
+from worker.runtime import WorkerRuntime, now
+
+
+class PrefillWorker:
+    """Start it, serve until `failed` or until told to stop."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.runtime = WorkerRuntime(settings)
+        lease_seconds = settings.config.kv_transfer.lease_seconds
+        self.leases = LeaseTable(lease_seconds=lease_seconds, clock=now, unpin=self._unpin)
+        self._sweep_seconds = min(1.0, lease_seconds / 4)
+        self._sweeper: asyncio.Task[None] | None = None
+
+    @property
+    def info(self) -> pb.WorkerInfo:
+        return self.runtime.info
+
+    @property
+    def failed(self) -> "asyncio.Future[BaseException]":
+        return self.runtime.failed
+
+    async def start(self, progress: Callable[[str], None]) -> None:
+        """Raises ModelError. Afterwards the worker answers at `info.address`."""
+        await self.runtime.load(progress)
+        server = self.runtime.server
+        worker_pb2_grpc.add_PrefillServiceServicer_to_server(
+            PrefillService(self.runtime, self.leases), server
+        )
+        worker_pb2_grpc.add_KvServiceServicer_to_server(
+            KvService(self.runtime, self.leases), server
+        )
+        self._sweeper = asyncio.create_task(self._sweep(), name="lease sweep")
+        await self.runtime.serve()
+
+    async def drain(self) -> None:
+        await self.runtime.drain()
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        await self.runtime.stop(grace_s)
+        self.leases.fail_all(UnavailableError(f"{self.runtime.settings.worker_id} has stopped"))
+
+    def _unpin(self, request_id: str, error: PdserveError | None) -> None:
+        if error is None:
+            self.runtime.engine_loop.call(lambda engine: engine.release(request_id))
+        else:
+            self.runtime.abort(request_id)
+            self.runtime.outputs.fail(request_id, error)
+
+    async def _sweep(self) -> None:
+        while True:  # on a clock: leases must end when nothing else happens
+            await asyncio.sleep(self._sweep_seconds)
+            self.leases.sweep()

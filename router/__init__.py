@@ -1,0 +1,1 @@
+"""The front door: HTTP and gRPC in, token ids to the workers. Imports neither torch nor ray."""

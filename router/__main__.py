@@ -1,0 +1,7 @@
+"""`python -m router`."""
+
+import sys
+
+from router.main import main
+
+sys.exit(main())

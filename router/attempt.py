@@ -1,0 +1,279 @@
+"""One attempt: both legs of one sequence on one placement.
+
+    Prefill  --started--first token--|
+    Decode   ...waits, pulls...--started--tokens---tokens(finish)--|
+
+The legs are coupled: when one fails, the other is cancelled at once. The first token comes from P
+and the rest from D, in order and without a gap; an attempt that resumes an output starts at its
+end. A first token that is the last never starts a decode step.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from core.errors import (
+    CancelledByPeerError,
+    HandoverError,
+    IncompatiblePeerError,
+    OverloadedError,
+    PdserveError,
+    RequestError,
+    StalePeerError,
+    UnavailableError,
+)
+from core.types import FinishReason, GenerationRequest, TokenLogprobs
+from router.placement import Placement
+from router.worker import Worker
+from rpc import codec, worker_pb2
+from rpc.status import error_from_rpc
+
+# When D complains of its peer, P's own error is the real cause and usually a moment behind.
+_CAUSE_WAIT_S = 0.1
+_RELEASE_TIMEOUT_S = 1.0
+_EXPECTED_OUTPUT = 256
+_releases: set[asyncio.Task[None]] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """New tokens of one sequence. A finish reason comes with the last batch alone."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason | None
+
+
+class AttemptFailed(Exception):
+    """An attempt ended early. `blamed` are the workers that another attempt should avoid."""
+
+    def __init__(self, error: PdserveError, blamed: tuple[Worker, ...]) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.blamed = blamed
+
+
+class Attempt:
+    """Owns both calls: when `tokens()` has ended, for whatever reason, neither is open, and P
+    holds no KV for this attempt that nobody is going to fetch."""
+
+    def __init__(self, placement: Placement, request: GenerationRequest, num_uncached: int) -> None:
+        self.placement = placement
+        self.prefill_started: worker_pb2.PrefillStarted | None = None
+        self.decode_started: worker_pb2.DecodeStarted | None = None
+        self._request = request
+        self._num_uncached = num_uncached
+        self._due = len(request.output_token_ids)  # index of the next token
+        self._lost: AttemptFailed | None = None
+        self._prefill_call: grpc.aio.UnaryStreamCall | None = None
+        self._decode_call: grpc.aio.UnaryStreamCall | None = None
+        # D's next event, when it is read ahead of its turn.
+        self._decode_read: asyncio.Future[Any] | None = None
+        self._is_held = False  # P has finished and keeps the KV for D
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def client_request_id(self) -> str:
+        return self._request.client_request_id
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Prompt tokens that the prefilling worker found in its own prefix cache, once known."""
+        if self.placement.prefill is None:
+            return None if self.decode_started is None else self.decode_started.num_cached_tokens
+        return None if self.prefill_started is None else self.prefill_started.num_cached_tokens
+
+    def lose(self, worker: Worker, error: UnavailableError) -> None:
+        """Called when `worker` is known to be gone: ends the attempt now."""
+        if self._lost is None:
+            self._lost = AttemptFailed(error, (worker,))
+            self._cancel()
+
+    async def tokens(self) -> AsyncGenerator[TokenBatch, None]:
+        """The output from `len(output_token_ids)` on. Raises AttemptFailed."""
+        prefill, decode = self.placement.prefill, self.placement.decode
+        with ExitStack() as counted:
+            for worker in self.placement.workers:
+                counted.enter_context(worker.carrying(self, self._num_blocks(worker)))
+            queued = counted.enter_context(ExitStack())
+            queued.enter_context((prefill or decode).prefilling(self._num_uncached))
+            try:
+                self._open()
+                if prefill is not None:
+                    first = await self._first_token(prefill)
+                    queued.close()
+                    yield first
+                    if first.finish_reason is not None:
+                        return
+                async for batch in self._decoded(decode):
+                    queued.close()
+                    yield batch
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if self._lost is None or (task is not None and task.cancelling()):
+                    raise
+                raise self._lost from None
+            finally:
+                await self._close()
+
+    def _num_blocks(self, worker: Worker) -> int:
+        assert worker.info is not None
+        tokens = len(self._request.token_ids)
+        if worker is self.placement.decode:
+            tokens += min(self._request.sampling.max_tokens, _EXPECTED_OUTPUT)
+        return -(-tokens // worker.info.block_size)
+
+    def _open(self) -> None:
+        prefill, decode = self.placement.prefill, self.placement.decode
+        request = codec.request_to_pb(self._request)
+        is_last = self._due + 1 >= self._request.sampling.max_tokens
+        source = None
+        if prefill is not None:
+            source = prefill.peer_address()
+            self._prefill_call = prefill.prefill.Prefill(
+                worker_pb2.PrefillRequest(
+                    request=request, incarnation=prefill.incarnation, hand_over=not is_last
+                )
+            )
+        if prefill is None or not is_last:
+            self._decode_call = decode.decode.Decode(
+                worker_pb2.DecodeRequest(
+                    request=request, incarnation=decode.incarnation, source=source
+                )
+            )
+
+    async def _first_token(self, prefill: Worker) -> TokenBatch:
+        """P's token, unless D fails first."""
+        first = asyncio.ensure_future(self._prefilled(prefill))
+        waiting: set[asyncio.Future] = {first}
+        if self._decode_call is not None:
+            self._decode_read = asyncio.ensure_future(self._read_decode())
+            waiting.add(self._decode_read)
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not first.done() and self._decode_read is not None and _failed(self._decode_read):
+                await asyncio.wait({first}, timeout=_CAUSE_WAIT_S)
+                if not first.done():
+                    await self._decode_read  # raises D's own error
+            return await first
+        finally:
+            if not first.done():
+                first.cancel()
+                await asyncio.wait({first})
+
+    async def _prefilled(self, prefill: Worker) -> TokenBatch:
+        assert self._prefill_call is not None
+        while True:
+            event = await self._read(self._prefill_call, prefill)
+            if event.HasField("started"):
+                self.prefill_started = event.started
+            elif event.HasField("first_token"):
+                prefill.breaker.succeeded()
+                self._due += 1
+                batch = _batch([event.first_token.token], event.first_token.finish_reason)
+                self._is_held = batch.finish_reason is None and self._decode_call is not None
+                return batch
+
+    async def _decoded(self, decode: Worker) -> AsyncGenerator[TokenBatch, None]:
+        while True:
+            if self._decode_read is not None:
+                event = await self._decode_read
+                self._decode_read = None
+            else:
+                event = await self._read_decode()
+            if event.HasField("started"):
+                self.decode_started = event.started
+                self._is_held = False
+                continue
+            tokens = event.tokens
+            if tokens.first_index != self._due:
+                raise AttemptFailed(
+                    UnavailableError(
+                        f"{decode.id} sent token {tokens.first_index}, not {self._due}"
+                    ),
+                    (decode,),
+                )
+            decode.breaker.succeeded()
+            self._due += len(tokens.tokens)
+            batch = _batch(tokens.tokens, tokens.finish_reason)
+            yield batch
+            if batch.finish_reason is not None:
+                return
+
+    async def _read_decode(self) -> Any:
+        assert self._decode_call is not None
+        return await self._read(self._decode_call, self.placement.decode)
+
+    async def _read(self, call: grpc.aio.UnaryStreamCall, worker: Worker) -> Any:
+        try:
+            event = await call.read()
+        except grpc.aio.AioRpcError as error:
+            raise self._failure(error, worker) from None
+        if event is grpc.aio.EOF:
+            worker.breaker.failed()
+            early = UnavailableError(f"{worker.id} ended its answer early")
+            raise AttemptFailed(early, (worker,))
+        return event
+
+    def _failure(self, rpc_error: grpc.aio.AioRpcError, worker: Worker) -> AttemptFailed:
+        error = error_from_rpc(rpc_error, worker.id)
+        if isinstance(error, (HandoverError, StalePeerError, IncompatiblePeerError)):
+            # Either side may be the cause, and a new pair has neither.
+            return AttemptFailed(error, self.placement.workers)
+        if isinstance(error, CancelledByPeerError):
+            error = UnavailableError(f"{worker.id} aborted the request")
+        if not isinstance(error, (RequestError, OverloadedError)):
+            worker.breaker.failed()
+        if rpc_error.code() is grpc.StatusCode.UNAVAILABLE and not _was_said(rpc_error):
+            worker.suspect()
+        return AttemptFailed(error, (worker,))
+
+    def _cancel(self) -> None:
+        for call in (self._prefill_call, self._decode_call):
+            if call is not None:
+                call.cancel()
+
+    async def _close(self) -> None:
+        """Both calls end. If P finished for a D that never took over, tell P to let go: its own
+        clock would do so too, but only after the lease."""
+        self._cancel()
+        prefill = self.placement.prefill
+        if prefill is not None and self._is_held:
+            task = asyncio.create_task(_release(prefill, self._request.request_id))
+            _releases.add(task)
+            task.add_done_callback(_releases.discard)
+        if self._decode_read is not None:
+            self._decode_read.cancel()
+            await asyncio.wait({self._decode_read})
+            if not self._decode_read.cancelled():
+                self._decode_read.exception()  # seen: the attempt has ended anyway
+
+
+async def _release(prefill: Worker, request_id: str) -> None:
+    request = worker_pb2.ReleaseRequest(request_id=request_id, incarnation=prefill.incarnation)
+    with suppress(grpc.aio.AioRpcError, asyncio.CancelledError, grpc.aio.UsageError):
+        await prefill.kv.Release(request, timeout=_RELEASE_TIMEOUT_S)
+
+
+def _batch(tokens: Sequence[worker_pb2.Token], reason: worker_pb2.FinishReason) -> TokenBatch:
+    finish_reason = codec.finish_from_pb(reason)
+    if tokens and tokens[0].HasField("logprob"):
+        ids, logprobs = zip(*map(codec.token_from_pb, tokens), strict=True)
+        return TokenBatch(list(ids), list(logprobs), finish_reason)
+    return TokenBatch([token.id for token in tokens], None, finish_reason)
+
+
+def _failed(task: asyncio.Future) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is not None
+
+
+def _was_said(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the worker itself answered with this status, rather than the transport."""
+    return any(key == "pdserve-error" for key, _ in error.trailing_metadata() or ())

@@ -1,0 +1,197 @@
+"""From a validated request to text: one stream of deltas for each choice.
+
+Text exists here and above; below are token ids. Both HTTP and gRPC read the same deltas.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from core.block_hash import block_hashes
+from core.types import FinishReason, SamplingParams, TokenLogprobs
+from router.detokenizer import IncrementalDetokenizer
+from router.metrics import Metrics
+from router.pipeline import Pipeline, SequenceRequest, SequenceStats
+from router.tokenizer import Tokenizer
+
+SEED_MASK = (1 << 64) - 1
+# Deltas that a choice may be ahead of the client before its workers are slowed down.
+_QUEUE_PER_CHOICE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """What a client asked for, with every default resolved. Choice `i * n + k` is sample `k` of
+    prompt `i`; its seed is the request's plus its index."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: SamplingParams
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    cache_salt: str = ""
+    client_request_id: str = ""
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new in one choice. Token ids and logprobs cover every output token once, stop
+    tokens included; text does not show stop tokens or what follows a stop string."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str | None
+
+
+@dataclass(slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Generation:
+    """One request while it runs. `usage` is complete when `deltas()` has ended."""
+
+    def __init__(
+        self,
+        request: TextRequest,
+        tokenizer: Tokenizer,
+        pipeline: Pipeline,
+        metrics: Metrics,
+        block_size: int,
+    ) -> None:
+        self.request = request
+        self.usage = Usage(prompt_tokens=sum(map(len, request.prompts)))
+        self._tokenizer = tokenizer
+        self._pipeline = pipeline
+        self._metrics = metrics
+        self._block_size = block_size
+        self._stats = [SequenceStats() for _ in range(request.num_choices)]
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """Deltas of all choices, each choice's in order. Closing it aborts every choice; the
+        first choice that fails ends them all. Raises PdserveError."""
+        try:
+            choices = [self._choice(i, h) for i, h in enumerate(self._hashes())]
+            source = choices[0] if len(choices) == 1 else _merged(choices)
+            async with aclosing(source) as deltas:
+                async for delta in deltas:
+                    self.usage.completion_tokens += len(delta.token_ids)
+                    self._update_cached()
+                    yield delta
+        finally:
+            self._update_cached()
+            usage = self.usage
+            self._metrics.count_usage(
+                usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
+            )
+
+    def _hashes(self) -> list[Sequence[bytes]]:
+        """Block hashes for each choice. The last prompt token is always computed, so it is in no
+        block that could be a hit."""
+        request = self.request
+        by_prompt = [
+            block_hashes(prompt[:-1], self._block_size, request.cache_salt)
+            for prompt in request.prompts
+        ]
+        return [hashes for hashes in by_prompt for _ in range(request.n)]
+
+    def _update_cached(self) -> None:
+        """A prompt's samples may find what the first of them has just computed: the least hit
+        among them is what was there before this request."""
+        n = self.request.n
+        total = 0
+        for start in range(0, len(self._stats), n):
+            known = [
+                stats.num_cached_tokens
+                for stats in self._stats[start : start + n]
+                if stats.num_cached_tokens is not None
+            ]
+            total += min(known, default=0)
+        self.usage.cached_tokens = total
+
+    async def _choice(self, index: int, hashes: Sequence[bytes]) -> AsyncGenerator[Delta, None]:
+        request = self.request
+        sampling = replace(request.sampling, seed=(request.sampling.seed + index) & SEED_MASK)
+        sequence = SequenceRequest(
+            prompt_token_ids=request.prompts[index // request.n],
+            sampling=sampling,
+            hashes=hashes,
+            cache_salt=request.cache_salt,
+            client_request_id=request.client_request_id,
+        )
+        text_of = _ChoiceText(self._tokenizer, request)
+        clock = self._metrics.clock()
+        async with aclosing(self._pipeline.generate(sequence, self._stats[index])) as batches:
+            async for batch in batches:
+                if batch.token_ids:
+                    clock.tick(len(batch.token_ids))
+                text, used, finish = text_of.add(batch.token_ids, batch.finish_reason)
+                logprobs = batch.logprobs[:used] if batch.logprobs is not None else None
+                if finish is not None:
+                    clock.finish()
+                yield Delta(index, text, batch.token_ids[:used], logprobs, finish)
+                if finish is not None:
+                    return
+
+
+class _ChoiceText:
+    """Turns one choice's tokens into text and finds its end."""
+
+    def __init__(self, tokenizer: Tokenizer, request: TextRequest) -> None:
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, request.stop, request.skip_special_tokens
+        )
+        self._num_used = 0
+
+    def add(self, token_ids: list[int], reason: FinishReason | None) -> tuple[str, int, str | None]:
+        """New text, how many of the tokens belong to the answer, and why it ended, if it did."""
+        detokenizer = self._detokenizer
+        # A worker's STOP means that the last token is EOS or a stop token: counted, not shown.
+        text = detokenizer.push(token_ids[:-1] if reason is FinishReason.STOP else token_ids)
+        if reason is not None:
+            text += detokenizer.finish()
+        if detokenizer.stopped:
+            num_used = max(0, detokenizer.num_tokens_used - self._num_used)
+            return text, num_used, FinishReason.STOP.value
+        self._num_used += len(token_ids)
+        return text, len(token_ids), reason.value if reason is not None else None
+
+
+async def _merged(choices: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
+    """All choices as they come. The queue is bounded: a slow reader slows the workers down."""
+    queue: asyncio.Queue[Any] = asyncio.Queue(_QUEUE_PER_CHOICE * len(choices))
+
+    async def pump(choice: AsyncGenerator[Delta, None]) -> None:
+        try:
+            async with aclosing(choice) as deltas:
+                async for delta in deltas:
+                    await queue.put(delta)
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(pump(choice)) for choice in choices]
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

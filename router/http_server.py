@@ -1,0 +1,70 @@
+"""uvicorn, held the way this router needs it."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from socket import socket
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+_MAX_HEADER_BYTES = 64 * 1024
+_KEEP_ALIVE_S = 75
+_REFUSAL_S = 1.0
+
+
+class _Protocol(H11Protocol):
+    """h11 bounds the size of the headers. What it refuses gets an OpenAI error body, and a moment
+    to read it: closing on unread bytes would reset the connection and lose the answer."""
+
+    _is_refused = False
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_refused:
+            super().data_received(data)
+
+    def send_400_response(self, msg: str) -> None:
+        self._is_refused = True
+        error = {"message": msg, "type": "invalid_request_error", "param": None, "code": None}
+        body = json.dumps({"error": error}).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        for event in (
+            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.loop.call_later(_REFUSAL_S, self.transport.close)
+
+
+class HttpServer(uvicorn.Server):
+    """One uvicorn server on sockets that are bound already. Signals belong to the process."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=_Protocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+            )
+        )
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def serve_on(self, listener: socket) -> None:
+        """Serves until `should_exit` is set and open responses have ended."""
+        await self.serve(sockets=[listener])

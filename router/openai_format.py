@@ -1,0 +1,260 @@
+"""OpenAI's response bodies, whole and in chunks.
+
+Chunks are built by hand around what never changes in one response: a stream of a thousand tokens
+should not validate a thousand models.
+"""
+
+import codecs
+import json
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from core.types import TokenLogprobs
+from router.generation import Delta, TextRequest, Usage
+from router.openai_protocol import ChatBody, CompletionBody
+from router.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+# JSON has no infinity; what vLLM's users see for a token that cannot be.
+_LOWEST_LOGPROB = -9999.0
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def token_text(raw: bytes) -> str:
+    """How one token is shown in logprobs: as text, or byte by byte where it is no text of its
+    own, so that two different tokens never look alike."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+class CompletionLogprobs:
+    """The completions format: parallel lists. `text_offset` is where a token starts in its
+    choice's text, in characters; a token that starts inside a character has that one's offset."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._num_chars = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def render(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        texts, offsets, tops = [], [], []
+        for token_id, entry in zip(token_ids, logprobs, strict=True):
+            texts.append(self._text(token_id))
+            offsets.append(self._num_chars)
+            if not (self._skip and self._tokenizer.is_special(token_id)):
+                raw = self._tokenizer.id_to_bytes(token_id)
+                self._num_chars += len(self._decoder.decode(raw))
+            tops.append(self._top(token_id, entry))
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+    def _text(self, token_id: int) -> str:
+        return token_text(self._tokenizer.id_to_bytes(token_id))
+
+    def _top(self, token_id: int, entry: TokenLogprobs) -> dict[str, float]:
+        best = {self._text(i): _finite(value) for i, value in entry.top}
+        best.setdefault(self._text(token_id), _finite(entry.logprob))
+        return best
+
+
+class ChatLogprobs:
+    """The chat format: one object for each token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def render(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        content = []
+        for token_id, entry in zip(token_ids, logprobs, strict=True):
+            content.append(
+                {
+                    **self._token(token_id, entry.logprob),
+                    "top_logprobs": [self._token(i, value) for i, value in entry.top],
+                }
+            )
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = self._tokenizer.id_to_bytes(token_id)
+        return {"token": token_text(raw), "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+Logprobs = CompletionLogprobs | ChatLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a choice of one kind of response looks."""
+
+    id_prefix: str
+    object_name: str
+    chunk_object_name: str
+    opening: dict[str, Any] | None  # sent before a choice's first delta
+    delta: Callable[[str], dict[str, Any]]  # new text in a chunk
+    whole: Callable[[str], dict[str, Any]]  # the text of a response in one piece
+
+
+COMPLETION = Shape(
+    id_prefix="cmpl",
+    object_name="text_completion",
+    chunk_object_name="text_completion",
+    opening=None,
+    delta=lambda text: {"text": text},
+    whole=lambda text: {"text": text},
+)
+CHAT = Shape(
+    id_prefix="chatcmpl",
+    object_name="chat.completion",
+    chunk_object_name="chat.completion.chunk",
+    opening={"delta": {"role": "assistant", "content": ""}},
+    delta=lambda text: {"delta": {"content": text} if text else {}},
+    whole=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
+)
+
+
+class Formatter:
+    """Builds one response, whole or in chunks."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        head: dict[str, Any],
+        request: TextRequest,
+        logprobs: Sequence[Logprobs] | None,
+        *,
+        include_usage: bool,
+        return_token_ids: bool,
+    ) -> None:
+        self._shape = shape
+        self._head = {**head, "object": shape.object_name}
+        self._request = request
+        self._logprobs = logprobs  # one for each choice
+        self._include_usage = include_usage
+        self._return_token_ids = return_token_ids
+        self._chunk_body = {**head, "object": shape.chunk_object_name}
+        self._chunk_head = "data: " + json.dumps(self._chunk_body)[:-1] + ', "choices": ['
+        self._chunk_tail = ('], "usage": null}' if include_usage else "]}") + "\n\n"
+        self._started: set[int] = set()
+
+    def chunk(self, delta: Delta) -> bytes:
+        """The events for one delta; nothing if it has nothing to tell."""
+        logprobs = None
+        if self._logprobs is not None and delta.logprobs:
+            logprobs = self._logprobs[delta.index].render(delta.token_ids, delta.logprobs)
+        opening = b""
+        if delta.index not in self._started:
+            self._started.add(delta.index)
+            opening = self._opening(delta.index)
+        wordless = not delta.text and logprobs is None and not self._return_token_ids
+        if wordless and delta.finish_reason is None:
+            return opening
+        choice = {
+            "index": delta.index,
+            **self._shape.delta(delta.text),
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+        }
+        if self._return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return opening + self._event(choice)
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        if not self._include_usage:
+            return b""
+        body = {**self._chunk_body, "choices": [], "usage": usage_body(usage)}
+        return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+    def whole(self, deltas: Sequence[Sequence[Delta]], usage: Usage) -> dict[str, Any]:
+        """The response of a request that does not stream; `deltas` by choice."""
+        choices = []
+        for index, parts in enumerate(deltas):
+            token_ids = [token_id for part in parts for token_id in part.token_ids]
+            logprobs = None
+            if self._logprobs is not None:
+                entries = [entry for part in parts for entry in part.logprobs or ()]
+                logprobs = self._logprobs[index].render(token_ids, entries)
+            choice = {
+                "index": index,
+                **self._shape.whole("".join(part.text for part in parts)),
+                "logprobs": logprobs,
+                "finish_reason": parts[-1].finish_reason,
+            }
+            if self._return_token_ids:
+                choice["token_ids"] = token_ids
+                choice["prompt_token_ids"] = self._prompt_of(index)
+            choices.append(choice)
+        return {**self._head, "choices": choices, "usage": usage_body(usage)}
+
+    def _opening(self, index: int) -> bytes:
+        if self._shape.opening is None and not self._return_token_ids:
+            return b""
+        choice: dict[str, Any] = {
+            "index": index,
+            **(self._shape.opening or self._shape.delta("")),
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        if self._return_token_ids:
+            choice["prompt_token_ids"] = self._prompt_of(index)
+            choice["token_ids"] = []
+        return self._event(choice)
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        return (self._chunk_head + json.dumps(choice) + self._chunk_tail).encode()
+
+    def _prompt_of(self, index: int) -> list[int]:
+        return list(self._request.prompts[index // self._request.n])
+
+
+def make_formatter(
+    shape: Shape,
+    body: CompletionBody | ChatBody,
+    request: TextRequest,
+    model: str,
+    tokenizer: Tokenizer,
+) -> Formatter:
+    """The formatter of one response, under a fresh id."""
+    logprobs: list[Logprobs] | None = None
+    if request.sampling.logprobs is not None:
+        logprobs = [
+            ChatLogprobs(tokenizer)
+            if shape is CHAT
+            else CompletionLogprobs(tokenizer, request.skip_special_tokens)
+            for _ in range(request.num_choices)
+        ]
+    head = {
+        "id": f"{shape.id_prefix}-{uuid.uuid4().hex}",
+        "object": shape.object_name,
+        "created": int(time.time()),
+        "model": model,
+    }
+    return Formatter(
+        shape,
+        head,
+        request,
+        logprobs,
+        include_usage=body.include_usage,
+        return_token_ids=bool(body.return_token_ids),
+    )
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB  # NaN too

@@ -1,0 +1,151 @@
+"""The life of one sequence: attempts on pairs of workers until its output is complete.
+
+Before the first token an attempt that fails is simply made again elsewhere. After it the next
+attempt resumes: it is given the tokens that were already emitted, computes them like prompt and
+goes on behind them, with the same dice, since noise depends on (seed, position) alone. The reader
+sees a pause, never a gap or a repeated token.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from core.errors import PdserveError, RequestError
+from core.types import FinishReason, GenerationRequest, SamplingParams
+from router.attempt import Attempt, AttemptFailed, TokenBatch
+from router.metrics import Metrics
+from router.placement import Placer
+from router.policy import Demand
+
+logger = logging.getLogger(__name__)
+
+# A worker that died is replaced in seconds; a short wait spares the client an error.
+FIRST_WAIT_S = 2.0
+# Somebody is in the middle of an answer: worth the whole start of a fresh worker.
+RESUME_WAIT_S = 60.0
+_BACKOFF_S = (0.0, 0.05, 0.2, 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRequest:
+    """One sequence to generate. `hashes` are of the prompt's full blocks, for placement alone."""
+
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    hashes: Sequence[bytes] = ()
+    cache_salt: str = ""
+    client_request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """How long to look for a pair: for a request's first attempt, and for a later one."""
+
+    first_s: float = FIRST_WAIT_S
+    again_s: float = RESUME_WAIT_S
+
+
+@dataclass(slots=True)
+class SequenceStats:
+    """What happened to one sequence, for usage and metrics. Filled while it runs."""
+
+    num_cached_tokens: int | None = None  # of the prompt, in P's own prefix cache
+    num_attempts: int = 0
+
+
+class Pipeline:
+    """Runs sequences on the registry's workers."""
+
+    def __init__(
+        self,
+        placer: Placer,
+        metrics: Metrics,
+        block_size: int,
+        max_attempts: int,
+        waits: Waits = Waits(),
+    ) -> None:
+        self._placer = placer
+        self._metrics = metrics
+        self._block_size = block_size
+        self._max_attempts = max_attempts
+        self._waits = waits
+
+    async def generate(
+        self, sequence: SequenceRequest, stats: SequenceStats
+    ) -> AsyncGenerator[TokenBatch, None]:
+        """Yields the output in batches; the last one has a finish reason. Closing the generator
+        cancels both legs. Raises PdserveError when no attempt is left or the input is refused."""
+        emitted: list[int] = []
+        avoid: set[str] = set()
+        while len(emitted) < sequence.sampling.max_tokens:
+            attempt = await self._begin(sequence, emitted, avoid, stats)
+            try:
+                async with aclosing(attempt.tokens()) as batches:
+                    async for batch in batches:
+                        emitted += batch.token_ids
+                        _note_cached_tokens(attempt, sequence, stats)
+                        yield batch
+                        if batch.finish_reason is not None:
+                            return
+            except AttemptFailed as failed:
+                avoid.update(worker.incarnation for worker in failed.blamed)
+                await self._after_failure(failed.error, attempt, stats, len(emitted))
+            finally:
+                self._metrics.observe_attempt(attempt)
+        # Every token had arrived; only the word that it was the last was lost.
+        yield TokenBatch([], None, FinishReason.LENGTH)
+
+    async def _begin(
+        self,
+        sequence: SequenceRequest,
+        emitted: list[int],
+        avoid: set[str],
+        stats: SequenceStats,
+    ) -> Attempt:
+        num_tokens = len(sequence.prompt_token_ids) + len(emitted)
+        demand = Demand(
+            num_tokens=num_tokens,
+            max_new_tokens=sequence.sampling.max_tokens - len(emitted),
+            block_size=self._block_size,
+        )
+        wait_s = self._waits.again_s if stats.num_attempts else self._waits.first_s
+        placement = await self._placer.place(demand, sequence.hashes, avoid, wait_s)
+        stats.num_attempts += 1
+        prefiller = placement.prefill or placement.decode
+        known = prefiller.prefixes.match(sequence.hashes) * self._block_size
+        for worker in placement.workers:
+            worker.prefixes.add(sequence.hashes)
+        request = GenerationRequest(
+            request_id=uuid.uuid4().hex,
+            prompt_token_ids=sequence.prompt_token_ids,
+            sampling=sequence.sampling,
+            output_token_ids=tuple(emitted),
+            cache_salt=sequence.cache_salt,
+            client_request_id=sequence.client_request_id,
+        )
+        return Attempt(placement, request, num_uncached=num_tokens - known)
+
+    async def _after_failure(
+        self, error: PdserveError, attempt: Attempt, stats: SequenceStats, num_emitted: int
+    ) -> None:
+        """Returns if another attempt is due; raises `error` otherwise."""
+        if isinstance(error, RequestError) or stats.num_attempts >= self._max_attempts:
+            raise error
+        logger.warning(
+            "attempt %s of request %s failed after %d tokens (%s): trying again",
+            attempt.request_id, attempt.client_request_id or "-", num_emitted, error.message,
+        )  # fmt: skip
+        self._metrics.count_retry(resumed=num_emitted > 0)
+        await asyncio.sleep(_BACKOFF_S[min(stats.num_attempts - 1, len(_BACKOFF_S) - 1)])
+
+
+def _note_cached_tokens(attempt: Attempt, sequence: SequenceRequest, stats: SequenceStats) -> None:
+    """A hit is what the prefilling worker had itself, at the first attempt that says so.
+    Blocks that D pulled from P are none."""
+    if stats.num_cached_tokens is None:
+        cached = attempt.num_cached_tokens
+        if cached is not None:
+            stats.num_cached_tokens = min(cached, len(sequence.prompt_token_ids))

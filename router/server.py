@@ -1,0 +1,118 @@
+"""A whole router in one asyncio loop: the registry, HTTP and gRPC, from start to stop."""
+
+import asyncio
+import logging
+import socket
+
+from grpc_health.v1 import health_pb2
+
+from core.config import Config
+from core.errors import ConfigError
+from core.types import Role
+from router.admission import Admission
+from router.app import make_app
+from router.frontend import Frontend
+from router.grpc_service import SERVICE, add_public_services
+from router.http_server import HttpServer
+from router.metrics import Metrics
+from router.pipeline import Pipeline, Waits
+from router.placement import Placer
+from router.policy import POLICIES
+from router.registry import Registry
+from router.tokenizer import Tokenizer
+from rpc.channel import make_server
+
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_GRACE_S = 10.0
+_HEALTH_INTERVAL_S = 1.0
+
+
+class RouterServer:
+    """Owns the listening sockets from construction to `close()`. Not reusable.
+
+    `http_port` and `grpc_port` are the real ones, also where the configuration said 0.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model_name: str,
+        tokenizer: Tokenizer,
+        controller: str,
+        waits: Waits = Waits(),
+    ) -> None:
+        """Binds both addresses. Raises ConfigError that names the one that is taken. Needs a
+        running loop."""
+        colocated = config.mode == "colocated"
+        roles = (Role.COLOCATED,) if colocated else (Role.PREFILL, Role.DECODE)
+        block_size = config.engine_for(config.active_pools[0]).block_size
+        self.registry = Registry(controller, roles)
+        metrics = Metrics(self.registry)
+        placer = Placer(self.registry, POLICIES[config.router.policy])
+        self.admission = Admission(config.router.max_concurrent_requests, metrics)
+        self.frontend = Frontend(
+            model_name=config.served_model_name or model_name,
+            tokenizer=tokenizer,
+            registry=self.registry,
+            pipeline=Pipeline(placer, metrics, block_size, config.router.max_attempts, waits),
+            admission=self.admission,
+            metrics=metrics,
+            block_size=block_size,
+        )
+        self._listener = _listen(config.router.http)
+        self.http_port: int = self._listener.getsockname()[1]
+        self._http = HttpServer(make_app(self.frontend, config))
+        self._grpc = make_server()
+        self._health = add_public_services(self._grpc, self.frontend)
+        try:
+            self.grpc_port = self._grpc.add_insecure_port(config.router.grpc)
+        except RuntimeError:
+            self._listener.close()
+            raise ConfigError(f"router.grpc: cannot listen on {config.router.grpc}") from None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        self.registry.start()
+        await self._grpc.start()
+        self._tasks = [
+            asyncio.create_task(self._http.serve_on(self._listener), name="http"),
+            asyncio.create_task(self._publish_health(), name="health"),
+        ]
+
+    async def close(self, grace_s: float = SHUTDOWN_GRACE_S) -> None:
+        """Refuses new work, gives running streams `grace_s`, ends the others with an error."""
+        http, health = self._tasks
+        # Stops listening; open responses go on, and past the grace end by themselves.
+        self._http.config.timeout_graceful_shutdown = round(grace_s) + 2
+        self._http.should_exit = True
+        await self._health.enter_graceful_shutdown()
+        await self.admission.close(grace_s)
+        await self._grpc.stop(1.0)
+        await http
+        health.cancel()
+        await asyncio.gather(health, return_exceptions=True)
+        await self.registry.close()
+
+    async def _publish_health(self) -> None:
+        """Keeps the gRPC health service in step with /ready."""
+        serving = health_pb2.HealthCheckResponse.SERVING
+        not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set("", serving)
+        while True:
+            ready = self.registry.can_serve()
+            await self._health.set(SERVICE, serving if ready else not_serving)
+            await self.registry.wait_for_change(_HEALTH_INTERVAL_S)
+
+
+def _listen(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, int(port)), family=family, backlog=2048)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"router.http: cannot listen on {address}: {reason}") from None
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,247 @@
+import queue
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+import torch
+
+from core.config import EngineConfig
+from core.errors import EngineError
+from engine.engine import Engine
+from engine.loop import EngineLoop
+from engine.types import SequenceOutput
+from support.mock_model import MockModel, make_request
+
+WAIT = 30.0  # only ever reached by a bug
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tensors are tiny here, and a second thread costs more than it does."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Harness:
+    def __init__(self) -> None:
+        self.model = MockModel()
+        self.engine = Engine(self.model, EngineConfig(block_size=4), num_kv_blocks=32)
+        self.outputs: queue.Queue[list[SequenceOutput]] = queue.Queue()
+        self.crash: queue.Queue[BaseException] = queue.Queue()
+        self.num_steps = 0
+        self.before_step = lambda: None
+        step = self.engine.step
+
+        def counted() -> list[SequenceOutput]:
+            self.num_steps += 1
+            self.before_step()
+            return step()
+
+        self.engine.step = counted  # type: ignore[method-assign]
+        self.loop = EngineLoop(self.engine, self.outputs.put, self.crash.put)
+
+    def add(self, name: str, **sampling) -> None:
+        request = make_request(name, [1, 2, 3], **sampling)
+        self.loop.call(lambda engine: engine.add(request)).result(WAIT)
+
+    def finish(self, name: str) -> list[int]:
+        tokens: list[int] = []
+        while True:
+            for output in self.outputs.get(timeout=WAIT):
+                if output.request_id == name:
+                    tokens += output.token_ids
+                    if output.finish_reason is not None:
+                        return tokens
+
+
+@pytest.fixture
+def harness():
+    harness = Harness()
+    harness.loop.start()
+    yield harness
+    harness.before_step = lambda: None
+    assert harness.loop.stop(WAIT)
+    harness.engine.check_integrity()
+
+
+def test_outputs_come_once_a_step_in_one_list(harness):
+    names = ["a", "b"]
+    requests = [make_request(name, [1, 2, 3], max_tokens=3) for name in names]
+    harness.loop.call(lambda engine: [engine.add(r) for r in requests]).result(WAIT)
+    for _ in range(3):
+        assert [o.request_id for o in harness.outputs.get(timeout=WAIT)] == names
+    harness.loop.call(lambda engine: None).result(WAIT)
+    assert harness.outputs.empty()
+
+
+def test_calls_run_on_the_engine_thread_in_order(harness):
+    order: list[int] = []
+    threads = [
+        harness.loop.call(lambda engine, i=i: (order.append(i), threading.current_thread().name)[1])
+        for i in range(20)
+    ]
+    assert {future.result(WAIT) for future in threads} == {"engine"}
+    assert order == list(range(20))
+
+
+def test_a_call_that_raises_fails_alone(harness):
+    future = harness.loop.call(lambda engine: engine.block_table("nobody"))
+    with pytest.raises(EngineError, match="nobody"):
+        future.result(WAIT)
+    with pytest.raises(SystemExit):
+        harness.loop.call(lambda engine: exit(3)).result(WAIT)
+    harness.add("r", max_tokens=2)
+    assert len(harness.finish("r")) == 2
+
+
+def test_a_call_runs_between_the_steps_of_a_long_request(harness):
+    entered, go_on = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        entered.set()
+        assert go_on.wait(WAIT)
+
+    harness.before_step = pause
+    harness.add("r", max_tokens=50)
+    assert entered.wait(WAIT)
+    abort = harness.loop.call(lambda engine: engine.abort("r"))
+    assert not abort.done()
+    go_on.set()
+    abort.result(WAIT)
+    assert harness.num_steps == 1
+
+
+def test_nothing_is_stepped_while_all_that_is_left_waits_for_a_caller(harness):
+    request = make_request("r", [1, 2, 3])
+    harness.loop.call(lambda engine: engine.add_prefill(request)).result(WAIT)
+    harness.outputs.get(timeout=WAIT)
+    for _ in range(5):
+        harness.loop.call(lambda engine: None).result(WAIT)
+    assert harness.num_steps == 1
+    assert harness.loop.seconds_since_progress() == 0
+
+
+def test_a_step_that_changes_nothing_is_not_repeated_until_a_call_comes(harness):
+    held = make_request("held", range(100))  # 25 of 32 blocks
+    late = make_request("late", [7] * 40, max_tokens=3)  # wants 10
+    harness.loop.call(lambda engine: engine.add_prefill(held)).result(WAIT)
+    harness.outputs.get(timeout=WAIT)
+    harness.loop.call(lambda engine: engine.add(late)).result(WAIT)
+    for _ in range(5):
+        harness.loop.call(lambda engine: None).result(WAIT)
+    # One for each call; the retry, once a second, may add a few on a machine that is busy.
+    assert harness.num_steps < 5 + 7 + WAIT
+    assert harness.loop.seconds_since_progress() == 0  # it waits for a peer, it does not hang
+    harness.loop.call(lambda engine: engine.release("held")).result(WAIT)
+    assert len(harness.finish("late")) == 3
+
+
+def test_progress_is_tied_to_steps_and_an_idle_engine_is_fine(harness):
+    """V45."""
+    assert harness.loop.seconds_since_progress() == 0
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        entered.set()
+        assert go_on.wait(WAIT)
+
+    harness.before_step = hang
+    harness.add("r", max_tokens=3)
+    assert entered.wait(WAIT)
+    first = harness.loop.seconds_since_progress()
+    assert not threading.Event().wait(0.05)
+    assert harness.loop.seconds_since_progress() > first
+    go_on.set()
+    harness.finish("r")
+    harness.loop.call(lambda engine: None).result(WAIT)
+    idle = threading.Event()
+    for _ in range(1000):
+        if harness.loop.seconds_since_progress() == 0:
+            break
+        idle.wait(0.01)
+    assert harness.loop.seconds_since_progress() == 0
+
+
+def test_a_failing_step_is_an_output_and_no_crash(harness):
+    harness.model.next_error = RuntimeError("boom")
+    harness.add("r")
+    (output,) = harness.outputs.get(timeout=WAIT)
+    assert "boom" in output.error
+    harness.add("r", max_tokens=2)
+    assert len(harness.finish("r")) == 2
+    assert harness.crash.empty()
+
+
+def test_a_crash_is_told_once_and_fails_what_is_queued():
+    harness = Harness()
+    entered, go_on = threading.Event(), threading.Event()
+
+    def explode() -> None:
+        entered.set()
+        assert go_on.wait(WAIT)
+        raise MemoryError("scheduler")
+
+    harness.before_step = explode
+    harness.loop.start()
+    harness.add("r")
+    assert entered.wait(WAIT)
+    queued = harness.loop.call(lambda engine: 1)
+    go_on.set()
+    assert isinstance(harness.crash.get(timeout=WAIT), MemoryError)
+    with pytest.raises(EngineError, match="stopped"):
+        queued.result(WAIT)
+    with pytest.raises(EngineError, match="stopped"):
+        harness.loop.call(lambda engine: 1).result(WAIT)
+    assert harness.loop.stop(WAIT)
+    assert harness.crash.empty()
+
+
+def test_stop_ends_after_the_step_and_fails_queued_calls():
+    harness = Harness()
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        entered.set()
+        assert go_on.wait(WAIT)
+
+    harness.before_step = hang
+    harness.loop.start()
+    harness.add("r")
+    assert entered.wait(WAIT)
+    queued = harness.loop.call(lambda engine: 1)
+    assert not harness.loop.stop(0.01)  # the step goes on
+    with pytest.raises(EngineError, match="stopped"):
+        queued.result(WAIT)
+    go_on.set()
+    assert harness.loop.stop(WAIT)
+    assert harness.crash.empty()
+
+
+def test_a_call_that_is_cancelled_before_its_turn_does_not_run(harness):
+    entered, go_on = threading.Event(), threading.Event()
+    ran: list[int] = []
+
+    def hang(engine: Engine) -> None:
+        entered.set()
+        assert go_on.wait(WAIT)
+
+    first = harness.loop.call(hang)
+    assert entered.wait(WAIT)
+    second = harness.loop.call(lambda engine: ran.append(1))
+    assert second.cancel()
+    go_on.set()
+    first.result(WAIT)
+    harness.loop.call(lambda engine: None).result(WAIT)
+    assert ran == []
+    with pytest.raises(CancelledError):
+        second.result(WAIT)
+
+
+def test_a_loop_that_never_started_stops():
+    harness = Harness()
+    queued = harness.loop.call(lambda engine: 1)
+    assert harness.loop.stop(WAIT)
+    with pytest.raises(EngineError):
+        queued.result(WAIT)

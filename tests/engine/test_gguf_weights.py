@@ -1,0 +1,109 @@
+"""GGUF against transformers, on files written as llama.cpp's converter writes them."""
+
+import os
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from support.tiny_models import (
+    LENGTH_OF_LONGROPE,
+    PagedRunner,
+    make_tiny,
+    random_ids,
+    reference_logits,
+    write_gguf,
+)
+
+from core.errors import ModelError
+from core.model_files import ModelFiles
+from engine.model.gguf_weights import GGUFSource, dequantize
+from engine.model.load import fingerprint, load_model
+
+IDS = random_ids(30)
+FAMILIES = [
+    "llama", "llama-linear", "mixtral", "qwen2", "qwen2-yarn", "qwen3", "qwen3-moe", "gemma2",
+    "phi3", "phi3-longrope",
+]  # fmt: skip
+# What GGUF has no key for is left at what llama.cpp takes for granted.
+OVERRIDES = {
+    "gemma2": {"query_pre_attn_scalar": 24},
+    "qwen3-moe": {"mlp_only_layers": []},
+    "phi3-longrope": {"max_position_embeddings": LENGTH_OF_LONGROPE},
+}
+
+
+def check(model: object, files: ModelFiles) -> None:
+    logits = PagedRunner(load_model(files, "float32")).chunks(IDS, [11, 13])
+    torch.testing.assert_close(logits, reference_logits(model, IDS), atol=3e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(tmp_path: Path, name: str) -> None:
+    model = make_tiny(name, **OVERRIDES.get(name, {}))
+    check(model, write_gguf(model, tmp_path / "tiny.gguf"))
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_quantizations(tmp_path: Path, kind: str, tied: bool) -> None:
+    model = make_tiny("llama", tie_word_embeddings=tied)
+    check(model, write_gguf(model, tmp_path / "tiny.gguf", kind))
+
+
+@pytest.mark.parametrize(
+    "kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+)
+def test_dequantize_equals_the_gguf_package(kind: str) -> None:
+    qtype = gguf.GGMLQuantizationType[kind]
+    block_size, type_size = gguf.GGML_QUANT_SIZES[qtype]
+    data = np.random.default_rng(0).integers(0, 256, (40, 2 * type_size), dtype=np.uint8)
+    with np.errstate(all="ignore"):  # some of the random scales are infinite or no number
+        expected = torch.from_numpy(gguf.dequantize(data, qtype))
+        values = dequantize(data, qtype)
+    assert values.shape == (40, 2 * block_size)
+    torch.testing.assert_close(values, expected, equal_nan=True, rtol=0, atol=0)
+
+
+def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "mamba")
+    writer.add_block_count(1)
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+    ):
+        write()
+    writer.close()
+    with pytest.raises(ModelError, match="mamba"):
+        GGUFSource(tmp_path / "x.gguf")
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    model = make_tiny("llama")
+    del model.model.layers[1].mlp.down_proj
+    with pytest.raises(ModelError, match="missing: model.layers.1.mlp.down_proj.weight"):
+        load_model(write_gguf(model, tmp_path / "tiny.gguf"))
+
+
+def test_a_truncated_file_is_a_model_error(tmp_path: Path) -> None:
+    files = write_gguf(make_tiny("llama"), tmp_path / "tiny.gguf")
+    files.path.write_bytes(files.path.read_bytes()[:-5000])
+    with pytest.raises(ModelError, match=r"tiny\.gguf"):
+        load_model(files)
+
+
+def test_a_fingerprint_sees_the_weights(tmp_path: Path) -> None:
+    one = write_gguf(make_tiny("llama", seed=1), tmp_path / "one.gguf")
+    same = write_gguf(make_tiny("llama", seed=1), tmp_path / "same.gguf")
+    other = write_gguf(make_tiny("llama", seed=2), tmp_path / "other.gguf")
+    assert fingerprint(one) == fingerprint(same) != fingerprint(other)
+
+
+@pytest.mark.skipif("PDSERVE_TEST_GGUF" not in os.environ, reason="names no real .gguf file")
+def test_a_real_file_loads(tmp_path: Path) -> None:
+    path = Path(os.environ["PDSERVE_TEST_GGUF"])
+    model = load_model(ModelFiles("real", path, "gguf"))
+    logits = PagedRunner(model).chunks([1, 2, 3, 4, 5], [3])
+    assert torch.isfinite(logits).all()

@@ -1,0 +1,399 @@
+"""A controller and workers in this process that speak the real protocol and compute nothing.
+
+Token i of an answer is a lower-case letter that depends on the prompt, i and, when the
+temperature is not 0, on the seed: so a retried or resumed answer can be told from a wrong one.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from core.block_hash import block_hashes
+from core.errors import HandoverError, PdserveError, StalePeerError
+from core.types import Role
+from rpc import cluster_pb2, cluster_pb2_grpc, codec, worker_pb2, worker_pb2_grpc
+from rpc.channel import make_server
+from rpc.status import translated_errors
+
+BLOCK_SIZE = 16
+
+
+def answer_token(prompt: list[int], index: int, seed: int = 0) -> int:
+    return ord("a") + (sum(prompt) + 7 * index + seed) % 26
+
+
+def answer_text(prompt: str, num_tokens: int, seed: int = 0) -> str:
+    ids = list(prompt.encode())
+    return "".join(chr(answer_token(ids, index, seed)) for index in range(num_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong in one leg, after it sent `after` tokens.
+
+    error: the RPC ends with it. hang: nothing more comes. die: the whole server is gone.
+    cut: the stream ends as if all were well. skip: a token is left out."""
+
+    action: Literal["error", "hang", "die", "cut", "skip"]
+    after: int = 0
+    error: PdserveError | None = None
+
+
+class FakeWorker:
+    """One incarnation. `next_fault` says what goes wrong with the next call. With a `gate`, every
+    token waits until somebody releases it; with a `pause`, for so many seconds."""
+
+    def __init__(self, cluster: "FakeCluster", worker_id: str, role: Role) -> None:
+        self.cluster = cluster
+        self.id = worker_id
+        self.role = role
+        self.incarnation = uuid.uuid4().hex
+        self.compatibility = {"dtype": "float32", "block_size": str(BLOCK_SIZE)}
+        self.max_model_len = 4096
+        self.num_kv_blocks = 256
+        self.status = worker_pb2.WorkerStatus(
+            state=worker_pb2.WORKER_STATE_READY,
+            kv_blocks=worker_pb2.KvBlockCounts(total=256, free=256),
+        )
+        self.script: Callable[[list[int], int], int] | None = None
+        self.next_fault: Callable[[], Fault | None] = lambda: None
+        self.pause: Callable[[], float] | None = None
+        self.gate: asyncio.Semaphore | None = None
+        self.requests: list[worker_pb2.GenerationRequest] = []
+        self.hand_overs: list[bool] = []
+        self.active = 0
+        self.num_cancelled = 0
+        self.num_tokens = 0  # sent, of all calls
+        self.held: set[str] = set()  # attempts whose KV waits here for a decode worker
+        self.released: list[str] = []
+        self.cached: set[bytes] = set()
+        self.address = ""
+        self._pushes: set[asyncio.Queue[None]] = set()
+        self._server = make_server()
+
+    async def start(self) -> None:
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(_Worker(self), self._server)
+        worker_pb2_grpc.add_PrefillServiceServicer_to_server(_Prefill(self), self._server)
+        worker_pb2_grpc.add_DecodeServiceServicer_to_server(_Decode(self), self._server)
+        worker_pb2_grpc.add_KvServiceServicer_to_server(_Kv(self), self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+
+    async def die(self) -> None:
+        await self._server.stop(None)
+
+    def report(self, **changes: int) -> None:
+        """Changes the status and sends it."""
+        for name, value in changes.items():
+            setattr(self.status, name, value)
+        for queue in self._pushes:
+            queue.put_nowait(None)
+
+    def entry(self, state: worker_pb2.WorkerState) -> cluster_pb2.WorkerEntry:
+        return cluster_pb2.WorkerEntry(
+            id=self.id,
+            role=codec.role_to_pb(self.role),
+            state=state,
+            host="127.0.0.1",
+            pid=1,
+            address=self.address,
+            incarnation=self.incarnation,
+        )
+
+    @contextmanager
+    def counted(self, request: worker_pb2.GenerationRequest):
+        self.requests.append(request)
+        self.active += 1
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        finally:
+            self.active -= 1
+
+    def token(
+        self, request: worker_pb2.GenerationRequest, index: int
+    ) -> tuple[worker_pb2.Token, worker_pb2.FinishReason]:
+        sampling = request.sampling
+        forced = [i for i, bias in sampling.logit_bias.items() if bias >= 100]
+        prompt = list(request.prompt_token_ids)
+        if forced:
+            token_id = forced[0]
+        elif self.script is not None:
+            token_id = self.script(prompt, index)
+        else:
+            token_id = answer_token(prompt, index, sampling.seed if sampling.temperature else 0)
+        token = worker_pb2.Token(id=token_id)
+        if sampling.HasField("logprobs"):
+            token.logprob = -0.5 - index
+            for rank in range(sampling.logprobs):
+                top = worker_pb2.TokenLogprob(
+                    id=(token_id + rank) % 256, logprob=-0.5 - index - rank
+                )
+                token.top.append(top)
+        if token_id in sampling.stop_token_ids and index + 1 > sampling.min_tokens:
+            return token, worker_pb2.FINISH_REASON_STOP
+        if index + 1 >= sampling.max_tokens:
+            return token, worker_pb2.FINISH_REASON_LENGTH
+        return token, worker_pb2.FINISH_REASON_UNSPECIFIED
+
+    async def step(self, fault: Fault | None, num_sent: int) -> bool:
+        """Before each token: the gate and the fault. False: end the stream here."""
+        if fault is not None and fault.after == num_sent and not await self.fail(fault):
+            return False
+        if self.pause is not None:
+            await asyncio.sleep(self.pause())
+        if self.gate is not None:
+            await self.gate.acquire()
+        return True
+
+    async def fail(self, fault: Fault) -> bool:
+        """Does what the fault says. False: end the stream here; True: go on."""
+        if fault.action != "skip":
+            if fault.action == "error":
+                assert fault.error is not None
+                raise fault.error
+            if fault.action == "cut":
+                return False
+            if fault.action == "die":
+                self.cluster.background(self.die())
+            await asyncio.Event().wait()
+        return True
+
+    def hit(self, request: worker_pb2.GenerationRequest) -> int:
+        """Prompt tokens found in the prefix cache, which then holds the whole prompt."""
+        ids = list(request.prompt_token_ids) + list(request.output_token_ids)
+        hashes = block_hashes(ids, BLOCK_SIZE, request.cache_salt)
+        usable = hashes[: (len(ids) - 1) // BLOCK_SIZE]
+        count = next((i for i, h in enumerate(usable) if h not in self.cached), len(usable))
+        self.cached.update(hashes)
+        return count * BLOCK_SIZE
+
+    def check(self, incarnation: str) -> None:
+        if incarnation != self.incarnation:
+            raise StalePeerError("another incarnation")
+
+
+class _Worker(worker_pb2_grpc.WorkerServiceServicer):
+    def __init__(self, worker: FakeWorker) -> None:
+        self._worker = worker
+
+    async def GetInfo(self, request, context):
+        worker = self._worker
+        return worker_pb2.WorkerInfo(
+            id=worker.id,
+            role=codec.role_to_pb(worker.role),
+            host="127.0.0.1",
+            pid=1,
+            address=worker.address,
+            incarnation=worker.incarnation,
+            model="fake",
+            compatibility=worker.compatibility,
+            max_model_len=worker.max_model_len,
+            block_size=BLOCK_SIZE,
+            num_kv_blocks=worker.num_kv_blocks,
+            kv_block_bytes=1024,
+            max_num_seqs=64,
+        )
+
+    async def WatchStatus(self, request, context) -> AsyncIterator[worker_pb2.WorkerStatus]:
+        worker = self._worker
+        queue: asyncio.Queue[None] = asyncio.Queue()
+        worker._pushes.add(queue)
+        try:
+            while True:
+                yield worker.status
+                try:
+                    await asyncio.wait_for(queue.get(), 1)
+                except TimeoutError:
+                    continue
+        finally:
+            worker._pushes.discard(queue)
+
+
+class _Prefill(worker_pb2_grpc.PrefillServiceServicer):
+    def __init__(self, worker: FakeWorker) -> None:
+        self._worker = worker
+
+    async def Prefill(self, message, context) -> AsyncIterator[worker_pb2.PrefillEvent]:
+        worker, request = self._worker, message.request
+        fault = worker.next_fault()
+        handed = worker.cluster.hand_over(request.request_id)
+        worker.hand_overs.append(message.hand_over)
+        try:
+            async with translated_errors(context):
+                with worker.counted(request):
+                    worker.check(message.incarnation)
+                    started = worker_pb2.PrefillStarted(num_cached_tokens=worker.hit(request))
+                    yield worker_pb2.PrefillEvent(started=started)
+                    if not await worker.step(fault, 0):
+                        return
+                    token, reason = worker.token(request, len(request.output_token_ids))
+                    if message.hand_over and not reason:
+                        worker.held.add(request.request_id)
+                    handed.set_result(True)
+                    first = worker_pb2.FirstToken(token=token, finish_reason=reason)
+                    yield worker_pb2.PrefillEvent(first_token=first)
+        finally:
+            if not handed.done():
+                handed.set_result(False)
+
+
+class _Decode(worker_pb2_grpc.DecodeServiceServicer):
+    def __init__(self, worker: FakeWorker) -> None:
+        self._worker = worker
+
+    async def Decode(self, message, context) -> AsyncIterator[worker_pb2.DecodeEvent]:
+        worker, request = self._worker, message.request
+        fault = worker.next_fault()
+        async with translated_errors(context):
+            with worker.counted(request):
+                worker.check(message.incarnation)
+                started = worker_pb2.DecodeStarted()
+                index = len(request.output_token_ids)
+                if fault is not None and fault.after == 0 and not await worker.fail(fault):
+                    return
+                if message.HasField("source"):
+                    if not await worker.cluster.hand_over(request.request_id):
+                        raise HandoverError("the prefill worker gave up")
+                    worker.cluster.take(request.request_id)
+                    started.num_transferred_tokens = len(request.prompt_token_ids)
+                    started.kv_bytes = 1024
+                    index += 1
+                else:
+                    started.num_cached_tokens = worker.hit(request)
+                yield worker_pb2.DecodeEvent(started=started)
+                num_sent = 0
+                reason = worker_pb2.FINISH_REASON_UNSPECIFIED
+                while not reason:
+                    if not await worker.step(fault, num_sent):
+                        return
+                    if fault is not None and fault.action == "skip" and fault.after == num_sent:
+                        index += 1
+                    token, reason = worker.token(request, index)
+                    tokens = worker_pb2.Tokens(
+                        first_index=index, tokens=[token], finish_reason=reason
+                    )
+                    yield worker_pb2.DecodeEvent(tokens=tokens)
+                    index += 1
+                    num_sent += 1
+                    worker.num_tokens += 1
+
+
+class _Kv(worker_pb2_grpc.KvServiceServicer):
+    def __init__(self, worker: FakeWorker) -> None:
+        self._worker = worker
+
+    async def Release(self, request, context):
+        self._worker.released.append(request.request_id)
+        self._worker.held.discard(request.request_id)
+        return worker_pb2.ReleaseResponse(pinned=True)
+
+
+class FakeCluster:
+    """The controller, and every worker that was ever started."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, FakeWorker] = {}
+        self.states: dict[str, worker_pb2.WorkerState] = {}
+        self.everyone: list[FakeWorker] = []
+        self.controller = ""
+        self._hand_overs: dict[str, asyncio.Future[bool]] = {}
+        self._watchers: set[asyncio.Queue[None]] = set()
+        self._tasks: set[asyncio.Task] = set()
+        self._server = make_server()
+        self._version = 0
+
+    async def start(self) -> None:
+        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(_Controller(self), self._server)
+        self.controller = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+
+    async def close(self) -> None:
+        await self.stop_controller()
+        await asyncio.gather(*(worker.die() for worker in self.everyone))
+        await asyncio.gather(*self._tasks)
+
+    async def stop_controller(self) -> None:
+        await self._server.stop(None)
+
+    async def add(
+        self, worker_id: str, role: Role, prepare: Callable[[FakeWorker], None] | None = None
+    ) -> FakeWorker:
+        """Starts a worker, as a fresh incarnation if the id is known, and publishes it."""
+        worker = FakeWorker(self, worker_id, role)
+        if prepare is not None:
+            prepare(worker)
+        await worker.start()
+        self.everyone.append(worker)
+        self.workers[worker_id] = worker
+        self.set_state(worker_id, worker_pb2.WORKER_STATE_READY)
+        return worker
+
+    def set_state(self, worker_id: str, state: worker_pb2.WorkerState) -> None:
+        self.states[worker_id] = state
+        self.publish()
+
+    def remove(self, worker_id: str) -> None:
+        del self.workers[worker_id]
+        self.publish()
+
+    def publish(self) -> None:
+        self._version += 1
+        for queue in self._watchers:
+            queue.put_nowait(None)
+
+    def view(self) -> cluster_pb2.ClusterView:
+        entries = [worker.entry(self.states[worker.id]) for worker in self.workers.values()]
+        return cluster_pb2.ClusterView(version=self._version, workers=entries)
+
+    def hand_over(self, request_id: str) -> "asyncio.Future[bool]":
+        if request_id not in self._hand_overs:
+            self._hand_overs[request_id] = asyncio.get_running_loop().create_future()
+        return self._hand_overs[request_id]
+
+    def take(self, request_id: str) -> None:
+        for worker in self.everyone:
+            worker.held.discard(request_id)
+
+    def background(self, work) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @property
+    def is_quiet(self) -> bool:
+        """No call is open anywhere and nothing is held."""
+        return all(not worker.active and not worker.held for worker in self.everyone)
+
+
+class _Controller(cluster_pb2_grpc.ClusterServiceServicer):
+    def __init__(self, cluster: FakeCluster) -> None:
+        self._cluster = cluster
+
+    async def Watch(self, request, context) -> AsyncIterator[cluster_pb2.ClusterView]:
+        queue: asyncio.Queue[None] = asyncio.Queue()
+        self._cluster._watchers.add(queue)
+        try:
+            while True:
+                yield self._cluster.view()
+                try:
+                    await asyncio.wait_for(queue.get(), 5)
+                except TimeoutError:
+                    continue
+        finally:
+            self._cluster._watchers.discard(queue)
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Returns when `condition` holds; fails the test if it does not in `timeout_s`."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+__all__ = ["Fault", "FakeCluster", "FakeWorker", "answer_text", "answer_token", "eventually"]

@@ -1,0 +1,89 @@
+"""Who may import whom. Imports inside functions count: a lazy import is a dependency too."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+WORKERS = {"worker", "prefill_worker", "decode_worker"}
+MAY_IMPORT = {
+    "core": set(),
+    "rpc": {"core"},
+    "engine": {"core"},
+    "kv_transfer": {"core"},
+    "worker": {"core", "rpc", "engine", "kv_transfer"},
+    "prefill_worker": {"core", "rpc", "engine", "kv_transfer", "worker"},
+    "decode_worker": {"core", "rpc", "engine", "kv_transfer", "worker"},
+    "router": {"core", "rpc"},
+    "cluster": {"core", "rpc", "router", *WORKERS},
+    "cli": {"core", "rpc", "engine", "kv_transfer", "router", "cluster", *WORKERS},
+}
+# The gRPC transport speaks the workers' protocol.
+MAY_ALSO = {"kv_transfer/grpc_transfer.py": {"rpc"}}
+# Heavy libraries, and the packages that may import them.
+HEAVY = {
+    "ray": {"cluster"},
+    "torch": {"engine", "kv_transfer", *WORKERS},
+    "nixl": {"kv_transfer"},
+    "grpc": {"rpc", "kv_transfer", "router", "cluster", "cli", *WORKERS},
+    "transformers": set(),
+}
+
+
+def imports_of(source: str) -> set[str]:
+    """Top-level names of everything that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def problems_of(file: str, source: str) -> list[str]:
+    """What a file, named from the root, imports against the table."""
+    package = file.split("/")[0]
+    allowed = MAY_IMPORT[package] | MAY_ALSO.get(file, set()) | {package}
+    imported = imports_of(source)
+    problems = [f"{file} imports {name}" for name in imported & MAY_IMPORT.keys() - allowed]
+    problems += [
+        f"{file} imports {name}" for name in imported & HEAVY.keys() if package not in HEAVY[name]
+    ]
+    return sorted(problems)
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_a_package_imports_only_what_the_table_allows(package):
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files, f"{package} has no files: is the table out of date?"
+    problems = []
+    for file in files:
+        problems += problems_of(file.relative_to(ROOT).as_posix(), file.read_text())
+    assert not problems
+
+
+def test_every_package_is_in_the_table():
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert packages == MAY_IMPORT.keys()
+
+
+def test_a_lazy_import_is_found():
+    source = "def f():\n    from engine.model import load\n    import ray.util\n"
+    assert problems_of("router/x.py", source) == ["router/x.py imports engine",
+                                                  "router/x.py imports ray"]  # fmt: skip
+
+
+def test_the_router_and_the_light_commands_load_neither_torch_nor_ray():
+    """The table forbids it in our files; here what those files bring along is looked at too."""
+    code = (
+        "import sys; import cli.main, cli.client, cli.chat, cli.status, cli.down, router.main; "
+        "sys.exit(', '.join({'torch', 'ray', 'transformers'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr

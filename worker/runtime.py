@@ -1,0 +1,259 @@
+"""One engine, its KV transports and its gRPC server in one process.
+
+`PrefillWorker` and `DecodeWorker` each own one `WorkerRuntime` and add their services to it. The
+engine steps in a thread of its own; everything here runs on one asyncio loop, so probes and peers
+are answered while a long prefill runs.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from typing import TypeVar
+
+import torch
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from core.errors import EngineError, ModelError, StalePeerError, UnavailableError
+from core.host import default_kv_memory
+from core.model_files import ModelFiles, resolve_model
+from core.types import KVBlockCounts, Role, WorkerState
+from core.worker_settings import WorkerSettings
+from engine.engine import Engine
+from engine.loop import EngineLoop
+from engine.model.load import load_model
+from engine.types import EngineStats, SequenceOutput
+from kv_transfer.base import KVTransfer
+from kv_transfer.compatibility import describe_cache
+from kv_transfer.select import make_transports
+from rpc import codec, worker_pb2_grpc
+from rpc import worker_pb2 as pb
+from rpc.channel import make_server
+from worker.outputs import OutputHub
+from worker.status import StatusService
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_STATUS_SECONDS = 0.1
+
+
+class WorkerRuntime:
+    """Owns the engine loop, the transports and the server of one incarnation of a worker.
+
+    `failed` resolves when the engine thread has crashed for good; the process must then exit, and
+    whoever started it starts a fresh one.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.settings = settings
+        self.incarnation = uuid.uuid4().hex
+        self.state = WorkerState.STARTING
+        self.outputs = OutputHub()
+        self.transports: dict[str, KVTransfer] = {}
+        self.transport_in_use = ""
+        self.kv_bytes_sent = 0
+        self.kv_bytes_received = 0
+        self.transfers_ok = 0
+        self.transfers_failed = 0
+        self.aborts = 0
+        self.compatibility: dict[str, str] = {}
+        self.server = make_server()
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._snapshot: tuple[EngineStats, KVBlockCounts] | None = None
+        self._background: set[asyncio.Task[None]] = set()
+        self._info: pb.WorkerInfo | None = None
+
+    # ------------------------------------------------------------ start and stop
+
+    async def load(self, progress: Callable[[str], None]) -> None:
+        """Loads the model and starts the engine thread. Raises ModelError."""
+        settings = self.settings
+        torch.set_num_threads(settings.threads)
+        files = await asyncio.to_thread(resolve_model, settings.config.model, progress=progress)
+        self.engine = await asyncio.to_thread(self._build_engine, files, progress)
+        self.engine_loop = EngineLoop(self.engine, self._on_outputs, self._on_crash)
+        self.engine_loop.start()
+        await self._take_snapshot()
+        self.in_background(self._keep_snapshot())
+        if settings.role is not Role.COLOCATED:
+            self.transports = make_transports(
+                settings.config.kv_transfer.transport,
+                self.engine.kv_cache,
+                worker_id=settings.worker_id,
+                incarnation=self.incarnation,
+            )
+
+    def _build_engine(self, files: ModelFiles, progress: Callable[[str], None]) -> Engine:
+        settings, config = self.settings, self.settings.engine
+        model = load_model(files, settings.config.dtype, device=_device(), progress=progress)
+        shape = model.kv_block_shape(config.block_size)
+        block_bytes = torch.Size(shape).numel() * model.kv_dtype.itemsize
+        num_blocks = config.num_kv_blocks
+        if num_blocks is None:
+            max_len = min(config.max_model_len or model.config.max_model_len, 1 << 20)
+            useful = config.max_num_seqs * -(-max_len // config.block_size)
+            memory = settings.kv_memory_bytes or default_kv_memory()
+            num_blocks = min(useful, memory // block_bytes)
+            if num_blocks * config.block_size < min(max_len, 256):
+                raise ModelError(
+                    f"{memory / 1e6:.0f} MB for the KV cache hold only {num_blocks} blocks of "
+                    f"{block_bytes / 1e6:.2f} MB; free memory, or set engine.max_model_len"
+                )
+        progress(f"KV cache: {num_blocks} blocks, {num_blocks * block_bytes / 1e6:.0f} MB")
+        engine = Engine(model, config, num_blocks)
+        self.compatibility = {
+            **model.compatibility(),
+            **describe_cache(engine.kv_cache, config.block_size),
+        }
+        return engine
+
+    async def serve(self) -> None:
+        """Binds the server, with the services that were added to it, and becomes ready."""
+        settings = self.settings
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(StatusService(self), self.server)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        port = self.server.add_insecure_port(f"{settings.host}:{settings.port}")
+        self._info = self._make_info(f"{settings.host}:{port}")
+        await self.server.start()
+        self.state = WorkerState.READY
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        logger.info("%s ready at %s, incarnation %s", settings.worker_id, self.info.address,
+                    self.incarnation)  # fmt: skip
+
+    async def drain(self) -> None:
+        """Takes nothing new; what runs goes on."""
+        self.state = WorkerState.DRAINING
+        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends everything: calls get `grace_s` to finish, then are cancelled. Idempotent."""
+        self.state = WorkerState.DEAD
+        await self.server.stop(grace_s)
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        for transport in self.transports.values():
+            await transport.close()
+        self.transports = {}
+        if hasattr(self, "engine_loop"):
+            await asyncio.to_thread(self.engine_loop.stop, 10.0)
+
+    # ------------------------------------------------------------ identity
+
+    @property
+    def info(self) -> pb.WorkerInfo:
+        assert self._info is not None, "info exists after serve()"
+        return self._info
+
+    def _make_info(self, address: str) -> pb.WorkerInfo:
+        settings, engine = self.settings, self.engine
+        return pb.WorkerInfo(
+            id=settings.worker_id,
+            role=codec.role_to_pb(settings.role),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            address=address,
+            incarnation=self.incarnation,
+            model=self.compatibility.get("model", ""),
+            compatibility=self.compatibility,
+            max_model_len=engine.max_model_len,
+            block_size=settings.engine.block_size,
+            num_kv_blocks=engine.kv_cache.shape[0],
+            kv_block_bytes=engine.kv_cache[0].numel() * engine.kv_cache.itemsize,
+            max_num_seqs=settings.engine.max_num_seqs,
+            transports=[
+                pb.TransportOffer(name=name, payload=transport.offer())
+                for name, transport in self.transports.items()
+            ],
+        )
+
+    def check_incarnation(self, incarnation: str) -> None:
+        """Raises StalePeerError if the caller means an earlier life of this worker."""
+        if incarnation != self.incarnation:
+            raise StalePeerError(
+                f"{self.settings.worker_id} has restarted: incarnation {incarnation or '(none)'} "
+                f"is gone"
+            )
+
+    def check_callable(self, incarnation: str) -> None:
+        """Raises unless a new request that names `incarnation` may start here."""
+        self.check_incarnation(incarnation)
+        if self.state is not WorkerState.READY:
+            raise UnavailableError(f"{self.settings.worker_id} is {self.state}")
+
+    # ------------------------------------------------------------ the engine's outputs
+
+    async def run_on_engine(self, function: Callable[[Engine], T]) -> T:
+        """Runs `function` on the engine thread between two steps."""
+        return await asyncio.wrap_future(self.engine_loop.call(function))
+
+    def abort(self, request_id: str) -> None:
+        """Frees whatever the engine holds for a request, soon; never fails."""
+        self.aborts += 1
+        self.engine_loop.call(lambda engine: engine.abort(request_id))
+
+    def in_background(self, work: Coroutine[None, None, None]) -> None:
+        """Runs `work` to its end, at the latest until `stop`."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _on_outputs(self, outputs: list[SequenceOutput]) -> None:  # engine thread
+        self._loop.call_soon_threadsafe(self.outputs.dispatch, outputs)
+
+    def _on_crash(self, error: BaseException) -> None:  # engine thread
+        def crashed() -> None:
+            self.state = WorkerState.DEAD
+            self.outputs.fail_all(EngineError(f"the engine crashed: {error}"))
+            if not self.failed.done():
+                self.failed.set_result(error)
+
+        self._loop.call_soon_threadsafe(crashed)
+
+    # ------------------------------------------------------------ status
+
+    async def _take_snapshot(self) -> None:
+        self._snapshot = await self.run_on_engine(lambda e: (e.stats(), e.block_counts()))
+
+    async def _keep_snapshot(self) -> None:
+        """The engine answers between two steps; in a long step the last answer stands."""
+        while True:
+            await self._take_snapshot()
+            await asyncio.sleep(_STATUS_SECONDS)
+
+    def status(self) -> pb.WorkerStatus:
+        assert self._snapshot is not None
+        stats, blocks = self._snapshot
+        return pb.WorkerStatus(
+            state=codec.state_to_pb(self.state),
+            kv_blocks=codec.blocks_to_pb(blocks),
+            requests_running=stats.requests_running,
+            requests_waiting=stats.requests_waiting,
+            waiting_prefill_tokens=stats.waiting_prefill_tokens,
+            tokens_prefilled_total=stats.tokens_prefilled_total,
+            tokens_decoded_total=stats.tokens_decoded_total,
+            prefix_hit_tokens_total=stats.prefix_hit_tokens_total,
+            preemptions_total=stats.preemptions_total,
+            kv_bytes_sent_total=self.kv_bytes_sent,
+            kv_bytes_received_total=self.kv_bytes_received,
+            transfers_ok_total=self.transfers_ok,
+            transfers_failed_total=self.transfers_failed,
+            transport=self.transport_in_use,
+            aborts_total=self.aborts,
+            seconds_since_progress=self.engine_loop.seconds_since_progress(),
+        )
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def now() -> float:
+    """The worker's clock: monotonic seconds, never sent to another host."""
+    return time.monotonic()
