@@ -23,6 +23,7 @@ help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/.installed ## Make .venv and install pdserve with its workers
+	@echo "pdserve is installed: $(BIN)/pdserve --help"
 
 serve: $(VENV)/.installed ## Get the model and serve configs/local.yaml until Ctrl-C (CONFIG=, ARGS=)
 	@exec $(BIN)/pdserve up $(CONFIG) $(ARGS)

@@ -5,8 +5,10 @@ import contextlib
 import os
 import shutil
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from cli.log_tail import tail_logs
 from cli.preflight import client_address
@@ -15,6 +17,7 @@ from cli.stop_signals import StopSignals
 from cli.terminal import Reporter
 from cluster.controller import Controller
 from cluster.process_tree import identify
+from cluster.ray_session import RaySession
 from cluster.router_process import RouterProcess
 from cluster.worker_slot import SlotOptions
 from core.config import Config
@@ -23,6 +26,8 @@ from rpc import worker_pb2 as pb
 
 _READY_S = 60.0  # from the last worker's start to the router's word that a pair can serve
 _GRACE_S = 5.0
+_CHECK_RAY_S = 0.5
+_STOP_S = 45.0  # a worker's grace, the end of its engine, Ray's calls
 
 
 class Foreground:
@@ -37,6 +42,7 @@ class Foreground:
         reporter: Reporter,
         worker_classes: dict[str, str],
         verbose: bool,
+        ray_session: RaySession,
     ) -> None:
         self._config = config
         self._model_name = config.served_model_name or model_name
@@ -44,6 +50,7 @@ class Foreground:
         self._reporter = reporter
         self._worker_classes = worker_classes
         self._verbose = verbose
+        self._ray = ray_session
         self._url = f"http://{client_address(config.router.http)}"
         self._is_ready = False
 
@@ -70,11 +77,11 @@ class Foreground:
             self._reporter.doing("Stopping")
             if router_process is not None:
                 await router_process.stop(_GRACE_S)
-            await controller.stop(_GRACE_S)
+            await self._stop_workers(controller)
 
     async def _serve(self, controller: Controller, router: RouterProcess) -> None:
         starting = asyncio.create_task(self._start(controller, router))
-        stop = asyncio.create_task(controller.shutdown_requested.wait())
+        stop = asyncio.create_task(self._until_stopped(controller))
         try:
             await asyncio.wait([starting, stop], return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
@@ -84,6 +91,37 @@ class Foreground:
             starting.cancel()
             stop.cancel()
             await asyncio.gather(starting, stop, return_exceptions=True)
+
+    async def _until_stopped(self, controller: Controller) -> None:
+        """Returns when somebody asks for the end, or when Ray has ended unasked."""
+        while not self._ray.lost:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(controller.shutdown_requested.wait(), _CHECK_RAY_S)
+                return
+
+    async def _stop_workers(self, controller: Controller) -> None:
+        """By Ray, as long as it is there: it may end while it is being asked."""
+        stopping = asyncio.create_task(controller.stop(_GRACE_S))
+        deadline = time.monotonic() + _STOP_S
+        while not stopping.done():
+            await asyncio.wait([stopping], timeout=_CHECK_RAY_S)
+            if not stopping.done() and (self._ray.lost or time.monotonic() > deadline):
+                self._abandon_ray(was_asked=controller.shutdown_requested.is_set())
+        stopping.result()
+
+    def _abandon_ray(self, was_asked: bool) -> NoReturn:
+        """The end without Ray's head. A signal to the whole process group ends both together."""
+        self._reporter.rest()
+        if was_asked:
+            self._reporter.say("stopped")
+        else:
+            what = self._ray.lost or "head"
+            print(f"pdserve: error: Ray's {what} is gone; all is stopped", file=sys.stderr)
+        self._ray.end()
+        for stream in (sys.stdout, sys.stderr, self._reporter.console.file):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(0 if was_asked else 1)  # a usual exit would call Ray once more
 
     async def _start(self, controller: Controller, router: RouterProcess) -> None:
         """Workers and router start side by side; the first failure ends both."""

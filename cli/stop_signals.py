@@ -52,11 +52,14 @@ class StopSignals(AbstractContextManager["StopSignals"]):
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
         """A first signal waits for the end of the block: for libraries that lose a
-        KeyboardInterrupt in their own callbacks, or are left half started by one."""
+        KeyboardInterrupt in their own callbacks, or are left half started by one. Processes that
+        are started in the block do not hear of a closed terminal: it is for us to end them."""
         self._is_deferring = True
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
             yield
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             self._is_deferring = False
             self.install()  # the library may have set its own
         if self._was_deferred:

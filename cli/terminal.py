@@ -1,6 +1,7 @@
 """What the command says, and how: progress for people, one line for an error."""
 
 import contextlib
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -50,11 +51,13 @@ class Reporter(AbstractContextManager["Reporter"]):
             self.console.print(what, markup=False)
 
     def doing(self, what: str) -> None:
-        if what == self._last:
+        is_terminal = self.console.is_terminal
+        stage = what if is_terminal else re.sub(r" \d+%", "", what)  # a log needs no percentages
+        if stage == self._last:
             return
-        self._last = what
-        if not self.console.is_terminal:
-            self.say(what)
+        self._last = stage
+        if not is_terminal:
+            self.say(stage)
             return
         with contextlib.suppress(OSError, SystemExit):
             if self._status is None:

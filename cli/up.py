@@ -82,7 +82,7 @@ def _run(
 
         with contextlib.ExitStack() as stack:
             with signals.deferred():
-                stack.enter_context(ray_session(config))
+                session = stack.enter_context(ray_session(config))
             foreground = Foreground(
                 config,
                 checked.model_name,
@@ -90,6 +90,7 @@ def _run(
                 reporter,
                 options.worker_classes,
                 options.verbose,
+                session,
             )
             router = [options.router_module, "--config", str(options.config_path)]
             for override in checked.overrides:

@@ -2,12 +2,16 @@
 pid that the kernel has given to somebody else is never signalled."""
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,21 @@ def _stat(pid: int) -> tuple[str, int, int] | None:
 def identify(pid: int) -> ProcessId | None:
     stat = _stat(pid)
     return ProcessId(pid, stat[2]) if stat else None
+
+
+def adopt_orphans() -> None:
+    """From now on a process below this one stays below it when its own parent dies, so that
+    `descendants` finds it. Linux only; elsewhere it goes to init."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def name_of(process: ProcessId) -> str:
+    """The kernel's short name of a process; "" when it is gone."""
+    try:
+        return Path(f"/proc/{process.pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def descendants(pid: int) -> list[ProcessId]:

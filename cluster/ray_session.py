@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Read when ray is imported or started. No statistics leave the machine, and no launcher's hook
 # packs the working directory.
@@ -20,69 +21,95 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
 
 import ray  # noqa: E402
 
-from cluster.process_tree import ProcessId, descendants, end_all, identify  # noqa: E402
+from cluster.process_tree import ProcessId, adopt_orphans, descendants, end_all, identify, name_of  # noqa: E402
 from cluster.sizing import bundle_for  # noqa: E402
 from cluster.worker_slot import NAMESPACE  # noqa: E402
 from core.config import Config  # noqa: E402
-from core.errors import ConfigError, UnavailableError  # noqa: E402
+from core.errors import ConfigError, PdserveError, UnavailableError  # noqa: E402
 
 _OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; no KV and no token passes through it
 _END_PATIENCE_S = 8.0
+_HEAD_NAMES = {"gcs_server", "raylet"}
+_INIT_OPTIONS: dict[str, Any] = {
+    "namespace": NAMESPACE,
+    "log_to_driver": False,
+    "logging_level": logging.ERROR,
+}
 _TEMP_PREFIX = "pdserve-ray-"
 
 
+class RaySession:
+    """What is known of the Ray that this process uses. Of a local one: its processes, its files,
+    and which of them are the head, without which every call of Ray waits a minute for it and
+    then aborts the caller. Of somebody else's cluster: nothing."""
+
+    def __init__(self, temp_dir: Path | None = None) -> None:
+        self.temp_dir = temp_dir
+        self._before = set(descendants(os.getpid()))
+        self._head: dict[ProcessId, str] = {}
+
+    def find_head(self) -> None:
+        """To be called when a local Ray has just been started."""
+        names = {process: name_of(process) for process in self._started()}
+        self._head = {process: name for process, name in names.items() if name in _HEAD_NAMES}
+
+    @property
+    def lost(self) -> str:
+        """The name of a head process that has ended unasked; "" if all is well."""
+        return next((name for process, name in self._head.items() if not process.is_alive), "")
+
+    def end(self) -> None:
+        """Ends a local Ray, by its own means if it still has its head. Afterwards none of its
+        processes and files are left. Disconnects from another's."""
+        started = self._started() if self.temp_dir else []
+        if not self.lost:
+            ray.shutdown()
+        end_all(started, 0.0 if self.lost else _END_PATIENCE_S)
+        if self.temp_dir:
+            shutil.rmtree(self.temp_dir, ignore_errors=True)
+
+    def _started(self) -> list[ProcessId]:
+        return [process for process in descendants(os.getpid()) if process not in self._before]
+
+
 @contextlib.contextmanager
-def ray_session(config: Config) -> Iterator[None]:
+def ray_session(config: Config) -> Iterator[RaySession]:
     """A local Ray that dies with this process, or a connection to `ray.address`.
 
     Call it on the main thread: the kernel ends Ray's processes when the thread that started them
     ends. On the way out every process of a local Ray is gone, and its files are removed.
     Raises UnavailableError if Ray cannot be started or reached."""
     logging.getLogger("ray").setLevel(logging.ERROR)
-    if config.ray.address is not None:
-        with _connected(config.ray.address):
-            yield
-        return
-    temp_dir = _make_temp_dir()
-    before = set(descendants(os.getpid()))
+    address = config.ray.address
+    session = RaySession(_make_temp_dir() if address is None else None)
     try:
         try:
-            ray.init(
-                address="local",
-                namespace=NAMESPACE,
-                num_cpus=_cpus_needed(config),
-                object_store_memory=_OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=str(temp_dir),
-            )
+            if address is None:
+                _start_local(config, session)
+            else:
+                ray.init(address=address, **_INIT_OPTIONS)
+        except PdserveError:
+            raise
         except Exception as error:
-            raise UnavailableError(f"cannot start a local Ray: {error}") from error
-        _refuse_impossible(config)
-        yield
+            what = "start a local Ray" if address is None else f"reach Ray at {address}"
+            raise UnavailableError(f"cannot {what}: {error}") from error
+        yield session
     finally:
-        started = [p for p in descendants(os.getpid()) if p not in before]
-        ray.shutdown()
-        end_all(started, _END_PATIENCE_S)
-        shutil.rmtree(temp_dir, ignore_errors=True)
+        session.end()
 
 
-@contextlib.contextmanager
-def _connected(address: str) -> Iterator[None]:
-    try:
-        ray.init(
-            address=address,
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-    except Exception as error:
-        raise UnavailableError(f"cannot reach Ray at {address}: {error}") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
+def _start_local(config: Config, session: RaySession) -> None:
+    adopt_orphans()  # of a raylet that dies before its workers
+    ray.init(
+        address="local",
+        num_cpus=_cpus_needed(config),
+        object_store_memory=_OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        _temp_dir=str(session.temp_dir),
+        **_INIT_OPTIONS,
+    )
+    session.find_head()
+    _refuse_impossible(config)
 
 
 def _bundles(config: Config) -> list[dict[str, float]]:

@@ -6,6 +6,8 @@ import importlib
 import logging
 import os
 import sys
+import threading
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ WORKER_CLASSES = {
 }
 # After a crash of the engine the actor lives this long, for its owner to read why.
 _LAST_WORDS_S = 5.0
+_PARENT_CHECK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class WorkerActor:
         self._worker_class = worker_class
         self._worker: Any = None
         self._progress = "starting its process"
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         if log_path is not None:
             _log_to(Path(log_path))
 
@@ -91,6 +95,14 @@ class WorkerActor:
     def _report(self, what: str) -> None:
         self._progress = what
         logger.info("%s", what)
+
+
+def _end_with(parent_pid: int) -> None:
+    """Ends this process soon after its raylet has died. Ray does so too, but may take a minute,
+    in which the memory is missing and a second deployment meets the first."""
+    while os.getppid() == parent_pid:
+        time.sleep(_PARENT_CHECK_S)
+    os._exit(1)
 
 
 def _log_to(path: Path) -> None:

@@ -281,6 +281,7 @@ class KVImport:
                     request_id=self._request.request_id,
                     incarnation=self._source.incarnation,
                     bytes_read=num_pulled * self._block_bytes,
+                    transport=self._describe(peer),
                 ),
                 timeout=_RELEASE_SECONDS,
             )

@@ -222,7 +222,7 @@ def _draw_window(
     num_kept = is_kept.sum(dim=-1)
     edge = values.gather(-1, (num_kept - 1)[:, None]).squeeze(-1)
     is_exact = torch.full_like(num_kept, window == size, dtype=torch.bool)
-    is_exact |= (num_kept < window) & (edge > values[:, -1])
+    is_exact |= edge > values[:, -1]
     kept = _apply_min_p(kept * is_kept, params)
     ids, order = ids.sort(dim=-1)
     picked = _pick(kept.gather(-1, order), dices)

@@ -46,7 +46,8 @@ class Scheduler:
       all blocks back and waits at the front to compute its tokens again. HELD, AWAITING and
       prefill_only sequences are never preempted: a peer knows their blocks. The oldest of the
       others always runs, so work always ends.
-    - While a preempted sequence waits, nothing else is admitted.
+    - While a preempted sequence waits, nothing else is admitted. It does not fit in the step
+      that preempted it: one of its blocks is gone by then.
     - Nothing is written into a block that somebody else may read: a hit covers full blocks
       only, and leaves at least one token to compute.
     """
@@ -70,8 +71,7 @@ class Scheduler:
         plan = StepPlan()
         budget = self._schedule_decodes(plan, self._max_num_batched_tokens)
         budget = self._schedule_prefills(plan, budget)
-        if not plan.has_preempted:
-            self._admit(plan, budget)
+        self._admit(plan, budget)
         return plan
 
     def _schedule_decodes(self, plan: StepPlan, budget: int) -> int:

@@ -28,9 +28,9 @@ class LocalNetwork:
     def join(self, worker_id: str, incarnation: str, kv_cache: torch.Tensor) -> None:
         self._caches[worker_id, incarnation] = kv_cache
 
-    def kill(self, worker_id: str) -> None:
-        """As SIGKILL: pulls from every incarnation of it fail at their next block."""
-        self._caches = {key: cache for key, cache in self._caches.items() if key[0] != worker_id}
+    def kill(self, worker_id: str, incarnation: str) -> None:
+        """As SIGKILL: pulls from it fail at their next block."""
+        self._caches.pop((worker_id, incarnation), None)
         self.resume(worker_id)
 
     def stall(self, worker_id: str) -> None:

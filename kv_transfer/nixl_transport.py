@@ -103,9 +103,7 @@ class NixlTransfer(KVTransfer):
         return carrier if incarnation == peer.incarnation else ""
 
     def forget(self, worker_id: str) -> None:
-        self._carriers = {
-            key: value for key, value in self._carriers.items() if key[0] != worker_id
-        }
+        self._carriers.pop(worker_id, None)
         self._mover.forget(worker_id)
 
     async def close(self) -> None:

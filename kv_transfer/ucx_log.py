@@ -44,7 +44,11 @@ class UcxLog:
         """Sets the variables that UCX reads while it loads, and takes them away again: a child
         process must not inherit a log file that means another file there. Only the first use in
         a process has an effect."""
-        if self._fd >= 0 or any(name in os.environ for name in _VARIABLES) or not hasattr(os, "memfd_create"):
+        if (
+            self._fd >= 0
+            or any(name in os.environ for name in _VARIABLES)
+            or not hasattr(os, "memfd_create")
+        ):
             yield
             return
         self._fd = os.memfd_create("ucx-log", os.MFD_CLOEXEC)

@@ -66,6 +66,7 @@ class KvService(worker_pb2_grpc.KvServiceServicer):
             if is_pinned:
                 self._runtime.kv_bytes_sent += request.bytes_read
                 self._runtime.transfers_ok += 1
+                self._runtime.transport_in_use = request.transport
             return pb.ReleaseResponse(pinned=is_pinned)
 
     async def Pull(self, request: pb.PullRequest, context: grpc.aio.ServicerContext) -> None:

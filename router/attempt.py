@@ -1,16 +1,17 @@
 """One attempt: both legs of one sequence on one placement.
 
-    Prefill  --started--first token--|
-    Decode   ...waits, pulls...--started--tokens---tokens(finish)--|
+    Prefill  --started------first token......|  open until D has the KV
+    Decode   ...waits, pulls.................--started--tokens---tokens(finish)--|
 
-The legs are coupled: when one fails, the other is cancelled at once. The first token comes from P
-and the rest from D, in order and without a gap; an attempt that resumes an output starts at its
-end. A first token that is the last never starts a decode step.
+The legs are coupled: when one fails, the other is cancelled at once, and a cancelled Prefill frees
+its blocks. The first token comes from P and the rest from D, in order and without a gap; an
+attempt that resumes an output starts at its end. A first token that is the last never starts a
+decode step.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,15 +29,13 @@ from core.errors import (
 )
 from core.types import FinishReason, GenerationRequest, TokenLogprobs
 from router.placement import Placement
+from router.policy import EXPECTED_OUTPUT
 from router.worker import Worker
 from rpc import codec, worker_pb2
 from rpc.status import error_from_rpc
 
-# When D complains of its peer, P's own error is the real cause and usually a moment behind.
+# When a leg complains of its peer, the peer's own error is the real cause and a moment behind.
 _CAUSE_WAIT_S = 0.1
-_RELEASE_TIMEOUT_S = 1.0
-_EXPECTED_OUTPUT = 256
-_releases: set[asyncio.Task[None]] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,8 @@ class AttemptFailed(Exception):
 
 
 class Attempt:
-    """Owns both calls: when `tokens()` has ended, for whatever reason, neither is open, and P
-    holds no KV for this attempt that nobody is going to fetch."""
+    """Owns both calls: when `tokens()` has ended, for whatever reason, neither is open, and so
+    neither worker holds anything for this attempt."""
 
     def __init__(self, placement: Placement, request: GenerationRequest, num_uncached: int) -> None:
         self.placement = placement
@@ -73,7 +72,8 @@ class Attempt:
         self._decode_call: grpc.aio.UnaryStreamCall | None = None
         # D's next event, when it is read ahead of its turn.
         self._decode_read: asyncio.Future[Any] | None = None
-        self._is_held = False  # P has finished and keeps the KV for D
+        # Reads P's call to its end, once the first token is there.
+        self._prefill_rest: asyncio.Future[None] | None = None
 
     @property
     def request_id(self) -> str:
@@ -92,8 +92,11 @@ class Attempt:
 
     def lose(self, worker: Worker, error: UnavailableError) -> None:
         """Called when `worker` is known to be gone: ends the attempt now."""
+        self._end_with(AttemptFailed(error, (worker,)))
+
+    def _end_with(self, failed: AttemptFailed) -> None:
         if self._lost is None:
-            self._lost = AttemptFailed(error, (worker,))
+            self._lost = failed
             self._cancel()
 
     async def tokens(self) -> AsyncGenerator[TokenBatch, None]:
@@ -112,6 +115,7 @@ class Attempt:
                     yield first
                     if first.finish_reason is not None:
                         return
+                    self._prefill_rest = asyncio.ensure_future(self._hand_over(prefill))
                 async for batch in self._decoded(decode):
                     queued.close()
                     yield batch
@@ -127,7 +131,7 @@ class Attempt:
         assert worker.info is not None
         tokens = len(self._request.token_ids)
         if worker is self.placement.decode:
-            tokens += min(self._request.sampling.max_tokens, _EXPECTED_OUTPUT)
+            tokens += min(self._request.sampling.max_tokens, EXPECTED_OUTPUT)
         return -(-tokens // worker.info.block_size)
 
     def _open(self) -> None:
@@ -178,8 +182,18 @@ class Attempt:
                 prefill.breaker.succeeded()
                 self._due += 1
                 batch = _batch([event.first_token.token], event.first_token.finish_reason)
-                self._is_held = batch.finish_reason is None and self._decode_call is not None
                 return batch
+
+    async def _hand_over(self, prefill: Worker) -> None:
+        """P's call lasts until D has the KV; if it fails before that, so does the attempt."""
+        assert self._prefill_call is not None
+        try:
+            while await self._prefill_call.read() is not grpc.aio.EOF:
+                pass
+        except grpc.aio.AioRpcError as error:
+            await asyncio.sleep(_CAUSE_WAIT_S)
+            if self.decode_started is None:
+                self._end_with(self._failure(error, prefill))
 
     async def _decoded(self, decode: Worker) -> AsyncGenerator[TokenBatch, None]:
         while True:
@@ -190,7 +204,6 @@ class Attempt:
                 event = await self._read_decode()
             if event.HasField("started"):
                 self.decode_started = event.started
-                self._is_held = False
                 continue
             tokens = event.tokens
             if tokens.first_index != self._due:
@@ -241,25 +254,13 @@ class Attempt:
                 call.cancel()
 
     async def _close(self) -> None:
-        """Both calls end. If P finished for a D that never took over, tell P to let go: its own
-        clock would do so too, but only after the lease."""
+        """Both calls end, and what reads them."""
         self._cancel()
-        prefill = self.placement.prefill
-        if prefill is not None and self._is_held:
-            task = asyncio.create_task(_release(prefill, self._request.request_id))
-            _releases.add(task)
-            task.add_done_callback(_releases.discard)
-        if self._decode_read is not None:
-            self._decode_read.cancel()
-            await asyncio.wait({self._decode_read})
-            if not self._decode_read.cancelled():
-                self._decode_read.exception()  # seen: the attempt has ended anyway
-
-
-async def _release(prefill: Worker, request_id: str) -> None:
-    request = worker_pb2.ReleaseRequest(request_id=request_id, incarnation=prefill.incarnation)
-    with suppress(grpc.aio.AioRpcError, asyncio.CancelledError, grpc.aio.UsageError):
-        await prefill.kv.Release(request, timeout=_RELEASE_TIMEOUT_S)
+        readers = [task for task in (self._decode_read, self._prefill_rest) if task is not None]
+        for task in readers:
+            task.cancel()
+        # Their errors are of no interest any more: the attempt has ended.
+        await asyncio.gather(*readers, return_exceptions=True)
 
 
 def _batch(tokens: Sequence[worker_pb2.Token], reason: worker_pb2.FinishReason) -> TokenBatch:

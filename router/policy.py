@@ -52,7 +52,7 @@ _SHORTAGE_COST = 10.0
 # Prompt tokens in a queue that weigh as much as a full batch.
 _FULL_QUEUE = 1024
 # Tokens of output that a request is expected to write, whatever its limit says.
-_EXPECTED_OUTPUT = 256
+EXPECTED_OUTPUT = 256
 
 
 def tokens_to_first_token(load: Load, demand: Demand) -> float:
@@ -63,7 +63,7 @@ def tokens_to_first_token(load: Load, demand: Demand) -> float:
 
 def decode_pressure(load: Load, demand: Demand) -> float:
     """Batch fullness plus block fullness after this request, and a high price for a shortage."""
-    expected = demand.num_tokens + min(demand.max_new_tokens, _EXPECTED_OUTPUT)
+    expected = demand.num_tokens + min(demand.max_new_tokens, EXPECTED_OUTPUT)
     needed = -(-(expected - load.cached_tokens) // demand.block_size)
     total = max(load.total_blocks, 1)
     used = (load.total_blocks - load.free_blocks + needed) / total

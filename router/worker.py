@@ -61,7 +61,6 @@ class Worker:
         self._service = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self.prefill = worker_pb2_grpc.PrefillServiceStub(self._channel)
         self.decode = worker_pb2_grpc.DecodeServiceStub(self._channel)
-        self.kv = worker_pb2_grpc.KvServiceStub(self._channel)
         self._task = asyncio.create_task(self._follow(), name=f"follow {entry.id}")
 
     @property

@@ -380,14 +380,16 @@ class KvFinished(_message.Message):
     def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("request_id", "incarnation", "bytes_read")
+    __slots__ = ("request_id", "incarnation", "bytes_read", "transport")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     incarnation: str
     bytes_read: int
-    def __init__(self, request_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., bytes_read: _Optional[int] = ...) -> None: ...
+    transport: str
+    def __init__(self, request_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., bytes_read: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
     __slots__ = ("pinned",)

@@ -216,8 +216,9 @@ class PrefillServiceServicer:
     """
 
     def Prefill(self, request, context):
-        """Computes the prompt and samples the first token. The stream ends after the first token;
-        the KV stays pinned for the decode worker's lease. Cancelling it before that aborts.
+        """Computes the prompt and samples the first token. With hand_over the stream then stays open,
+        silent, until the decode worker has everything: the caller keeps it as long as it wants the
+        attempt to live. Cancelling it at any time aborts and frees the blocks at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -19,16 +19,19 @@ MAY_IMPORT = {
     "decode_worker": {"core", "rpc", "engine", "kv_transfer", "worker"},
     "router": {"core", "rpc"},
     "cluster": {"core", "rpc", "router", *WORKERS},
-    "cli": {"core", "rpc", "engine", "kv_transfer", "router", "cluster", *WORKERS},
+    "loadgen": {"core", "rpc"},
+    "planner": {"core", "engine", "router", "loadgen"},
+    "cli": {"core", "rpc", "engine", "kv_transfer", "router", "cluster", "loadgen", "planner"}
+    | WORKERS,
 }
 # The gRPC transport speaks the workers' protocol.
-MAY_ALSO = {"kv_transfer/grpc_transfer.py": {"rpc"}}
+MAY_ALSO = {"kv_transfer/grpc_transport.py": {"rpc"}}
 # Heavy libraries, and the packages that may import them.
 HEAVY = {
     "ray": {"cluster"},
     "torch": {"engine", "kv_transfer", *WORKERS},
     "nixl": {"kv_transfer"},
-    "grpc": {"rpc", "kv_transfer", "router", "cluster", "cli", *WORKERS},
+    "grpc": {"rpc", "kv_transfer", "router", "cluster", "cli", "loadgen", *WORKERS},
     "transformers": set(),
 }
 

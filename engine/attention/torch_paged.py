@@ -29,7 +29,7 @@ class _DecodeGroup:
 
     rows: torch.Tensor | None  # their rows of the batch; None: all of them, in order
     size: int
-    num_keys: int  # padded
+    num_keys: int  # of the longest, in whole blocks
     pieces: torch.Tensor  # flat index of [2, size, num_kv_heads, blocks] pieces of layer 0
     mask: torch.Tensor | None  # [size, 1, 1, num_keys], added to scores; None: nothing is padded
     folded_mask: torch.Tensor | None  # the same for every KV head: [size * num_kv_heads, 1, keys]
@@ -46,7 +46,7 @@ class _Chunk:
 
 
 class TorchPagedAttention(AttentionBackend):
-    """Owns nothing but the step's plan; the cache is the engine's, and must hold finite numbers
+    """Owns the step's plan and a buffer to gather into; the cache is the engine's, and must hold finite numbers
     also where nothing was written yet, since padded keys are masked after they were read."""
 
     def __init__(self, kv_cache: torch.Tensor, num_heads: int) -> None:
@@ -59,6 +59,8 @@ class TorchPagedAttention(AttentionBackend):
         self._pieces_per_block = num_layers * self._pieces_per_layer
         self._slots = kv_cache.view(-1, head_dim)
         self._pieces = kv_cache.view(-1, block_size * head_dim)
+        # Gathered into again for every layer: fresh megabytes would cost a page fault each 4 KiB.
+        self._scratch = self._pieces.new_empty(0, block_size * head_dim)
         self._device = kv_cache.device
         self._dtype = kv_cache.dtype
         head = torch.arange(num_kv_heads, device=self._device)
@@ -110,8 +112,12 @@ class TorchPagedAttention(AttentionBackend):
         return out
 
     def _gather(self, layer: AttentionLayer, pieces: torch.Tensor) -> torch.Tensor:
-        """`[num_pieces, block_size * head_dim]` of this layer."""
-        return self._pieces[layer.index * self._pieces_per_layer :].index_select(0, pieces)
+        """`[num_pieces, block_size * head_dim]` of this layer; valid until the next call."""
+        if len(pieces) > len(self._scratch):
+            self._scratch = self._pieces.new_empty(len(pieces), self._pieces.shape[1])
+        out = self._scratch[: len(pieces)]
+        source = self._pieces[layer.index * self._pieces_per_layer :]
+        return torch.index_select(source, 0, pieces, out=out)
 
     def _piece_index(self, tables: list[list[int]]) -> torch.Tensor:
         """Flat index of layer 0's pieces, in the order [2, sequences, heads, blocks]. Short
@@ -168,7 +174,8 @@ class TorchPagedAttention(AttentionBackend):
         # Keys [low, high) of what is gathered are seen.
         highs = [batch.seq_lens[i] - firsts[i] * size for i in members]
         lows = [max(0, high - window) if window else 0 for high in highs]
-        num_keys = max(highs)
+        # Whole blocks: a batched product copies keys that are no contiguous piece of memory.
+        num_keys = max(len(table) for table in tables) * size
         mask = folded = None
         if any(lows) or min(highs) < num_keys:
             at = torch.arange(num_keys, device=self._device)
@@ -185,7 +192,7 @@ class TorchPagedAttention(AttentionBackend):
         self, layer: AttentionLayer, group: _DecodeGroup, query: torch.Tensor
     ) -> torch.Tensor:
         shape = (2, group.size * self._num_kv_heads, -1, self._head_dim)
-        keys, values = self._gather(layer, group.pieces).view(shape)[:, :, : group.num_keys]
+        keys, values = self._gather(layer, group.pieces).view(shape)
         if layer.logit_softcap is None and group.size * group.num_keys <= _FUSED_DECODE_KEYS:
             heads = (group.size, self._num_kv_heads, -1, self._head_dim)
             out = F.scaled_dot_product_attention(
@@ -197,9 +204,7 @@ class TorchPagedAttention(AttentionBackend):
             )
             return out.reshape(query.shape)
         folded = query.reshape(-1, self._group, self._head_dim)
-        scores = _scores(layer, folded, keys)
-        if group.folded_mask is not None:
-            scores += group.folded_mask
+        scores = _scores(layer, folded, keys, group.folded_mask)
         return torch.bmm(torch.softmax(scores, -1), values).view(query.shape)
 
     # ------------------------------------------------------------ prefill
@@ -244,12 +249,18 @@ class TorchPagedAttention(AttentionBackend):
             outs[:, :, start:end] = attended.view(block.shape)
 
 
-def _scores(layer: AttentionLayer, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def _scores(
+    layer: AttentionLayer,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    mask: torch.Tensor | None = None,  # added, broadcast
+) -> torch.Tensor:
     """Scaled, soft-capped `[heads, rows, keys]`."""
+    keys = keys.transpose(1, 2)
+    if mask is not None and layer.logit_softcap is None:
+        return torch.baddbmm(mask, queries, keys, alpha=layer.scale)
     # beta = 0: the first argument only gives the dtype, its values are ignored.
-    scores = torch.baddbmm(
-        queries.new_empty(1, 1, 1), queries, keys.transpose(1, 2), beta=0, alpha=layer.scale
-    )
+    scores = torch.baddbmm(queries.new_empty(1, 1, 1), queries, keys, beta=0, alpha=layer.scale)
     if layer.logit_softcap is not None:
         scores = scores.div_(layer.logit_softcap).tanh_().mul_(layer.logit_softcap)
-    return scores
+    return scores if mask is None else scores.add_(mask)

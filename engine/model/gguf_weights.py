@@ -178,7 +178,9 @@ class GGUFSource:
             config["vocab_size"] = int(self._tensors["token_embd.weight"].shape[1])
         heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
         if not isinstance(heads, int) or not isinstance(hidden, int):
-            raise ModelError("GGUF metadata: head_count or embedding_length is missing or no number")
+            raise ModelError(
+                "GGUF metadata: head_count or embedding_length is missing or no number"
+            )
         config.setdefault("head_dim", hidden // heads)
         rotary = values.get("rope.dimension_count", config["head_dim"])
         config["partial_rotary_factor"] = rotary / config["head_dim"]

@@ -83,7 +83,11 @@ def fingerprint(files: ModelFiles) -> str:
 
 
 def _fingerprint(source: WeightSource) -> str:
-    config = {key: value for key, value in source.config.items() if key not in _VOLATILE_KEYS}
+    config = {
+        key: value
+        for key, value in source.config.items()
+        if key not in _VOLATILE_KEYS and value is not None
+    }
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name in sorted(source.shapes):
         digest.update(f"{name} {source.shapes[name]} ".encode() + source.sample(name))

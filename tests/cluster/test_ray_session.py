@@ -13,6 +13,6 @@ def test_a_local_ray_refuses_what_the_machine_has_not_got():
 
 def test_a_cluster_that_is_not_there_is_one_clear_error():
     config = parse_config("model: none\nray: {address: 'not an address'}")
-    with pytest.raises(UnavailableError, match="cannot reach Ray at not an address"):
-        with ray_session(config):
-            raise AssertionError("the session must not begin")
+    expected = pytest.raises(UnavailableError, match="cannot reach Ray at not an address")
+    with expected, ray_session(config):
+        raise AssertionError("the session must not begin")

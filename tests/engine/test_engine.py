@@ -117,6 +117,13 @@ def test_warm_equals_cold(make_engine, length):
     assert output.token_ids + warm["r"] == cold["r"]
 
 
+def test_logits_are_made_only_where_a_token_is_sampled(make_engine):
+    model = MockModel()
+    engine = make_engine(model=model, max_num_batched_tokens=4)
+    generate(engine, make_request("r", prompt_of(10), max_tokens=2))
+    assert model.num_rows == [0, 0, 1, 1]
+
+
 def test_outputs_are_cached_too(make_engine):
     engine = make_engine()
     prompt = prompt_of(6)

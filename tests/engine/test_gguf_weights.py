@@ -7,8 +7,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+
+from core.errors import ModelError
+from core.model_files import ModelFiles
+from engine.model.gguf_weights import GGUFSource, dequantize
+from engine.model.load import fingerprint, load_model
 from support.tiny_models import (
-    LENGTH_OF_LONGROPE,
     PagedRunner,
     make_tiny,
     random_ids,
@@ -16,21 +20,24 @@ from support.tiny_models import (
     write_gguf,
 )
 
-from core.errors import ModelError
-from core.model_files import ModelFiles
-from engine.model.gguf_weights import GGUFSource, dequantize
-from engine.model.load import fingerprint, load_model
-
 IDS = random_ids(30)
 FAMILIES = [
-    "llama", "llama-linear", "mixtral", "qwen2", "qwen2-yarn", "qwen3", "qwen3-moe", "gemma2",
-    "phi3", "phi3-longrope",
+    "llama", "llama-linear", "llama3-rope", "mixtral", "qwen2", "qwen2-yarn", "qwen3",
+    "qwen3-moe", "gemma2", "gemma3", "phi3", "phi3-longrope",
 ]  # fmt: skip
 # What GGUF has no key for is left at what llama.cpp takes for granted.
-OVERRIDES = {
+OVERRIDES: dict[str, dict[str, object]] = {
     "gemma2": {"query_pre_attn_scalar": 24},
+    "gemma3": {
+        "query_pre_attn_scalar": 16,
+        "num_hidden_layers": 7,
+        "layer_types": None,  # every sixth layer has full attention
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 8.0},
+        },
+    },
     "qwen3-moe": {"mlp_only_layers": []},
-    "phi3-longrope": {"max_position_embeddings": LENGTH_OF_LONGROPE},
 }
 
 

@@ -6,6 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from core.errors import ModelError
+from engine.attention.base import StepBatch
+from engine.model.config import RopeConfig, parse_config
+from engine.model.load import choose_dtype, load_model
+from engine.model.rope import Rope
 from support.tiny_models import (
     FAMILY_CONFIGS,
     LINEAR_ROPE,
@@ -19,15 +28,6 @@ from support.tiny_models import (
     reference_logits,
     save_tiny,
 )
-from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-from core.errors import ModelError
-from engine.attention.base import StepBatch
-from engine.model.config import RopeConfig, parse_config
-from engine.model.load import choose_dtype, load_model
-from engine.model.rope import Rope
 
 LENGTH = 45  # past the window of 8, past 2 x the original rope length of 16
 CHUNKS = [
@@ -97,6 +97,7 @@ def test_only_the_rows_asked_for_have_logits(tmp_path: Path) -> None:
     model = load_model(save_tiny(make_tiny("llama"), tmp_path), "float32")
     runner = PagedRunner(model)
     everything = runner.step({"a": random_ids(6)})
+
     def forward(rows: list[int]) -> torch.Tensor:
         return model.forward(
             torch.tensor(random_ids(6)),
@@ -187,9 +188,7 @@ def test_longrope_uses_short_factors_in_a_short_context(tmp_path: Path) -> None:
     short = load_model(files, "float32", max_model_len=16)
     long = load_model(files, "float32")
     expected = reference_logits(reference, ids)
-    torch.testing.assert_close(
-        PagedRunner(short).chunks(ids, [16]), expected, atol=2e-4, rtol=1e-4
-    )
+    torch.testing.assert_close(PagedRunner(short).chunks(ids, [16]), expected, atol=2e-4, rtol=1e-4)
     assert short.compatibility()["rope"] != long.compatibility()["rope"]
 
 

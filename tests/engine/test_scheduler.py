@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from core.block_hash import block_hashes
 from core.config import EngineConfig
 from core.types import KVBlockCounts
 from engine.block_pool import BlockPool
@@ -274,10 +275,10 @@ def test_remote_blocks_can_be_found_only_after_their_kv_has_arrived():
     bench = Bench(16)
     a = bench.add("a", tokens(0, 8), wants_remote_kv=True)
     bench.step()
-    b = bench.add("b", tokens(0, 9))
-    assert bench.steps() == [("b", 9)]
-    bench.scheduler.finish(b)
+    hashes = block_hashes(tokens(0, 8), 4)
+    assert bench.pool.find(hashes) == []
     bench.scheduler.start_decode(a)
+    assert bench.pool.find(hashes) == a.block_table == [0, 1]
     a.token_ids.append(1)
     c = bench.add("c", tokens(0, 9))
     assert bench.steps() == [("a", 1), ("c", 1)]
@@ -300,6 +301,19 @@ def test_remote_sequences_wait_while_a_preempted_one_does():
     assert bench.steps() == [("a", 1)]
     assert a.state is RUNNING
     assert remote.state is WAITING
+
+
+def test_remote_sequences_wait_even_if_a_preempted_one_lacks_only_token_budget():
+    bench = Bench(32, max_num_batched_tokens=4)
+    b = bench.add("b", tokens(0, 1))
+    bench.add("p", tokens(100, 8))
+    assert bench.steps() == [("b", 1), ("p", 3)]
+    bench.scheduler._preempt(b)
+    remote = bench.add("r", tokens(300, 4), wants_remote_kv=True)
+    assert bench.steps() == [("p", 4)]
+    assert (b.state, remote.state) == (WAITING, WAITING)
+    assert bench.steps() == [("p", 1), ("b", 2)]
+    assert remote.state is AWAITING
 
 
 def test_a_reservation_needs_no_token_budget():

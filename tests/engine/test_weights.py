@@ -5,6 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from core.errors import ModelError
+from core.model_files import ModelFiles
+from engine.model import weights
+from engine.model.load import fingerprint, load_model
 from support.tiny_models import (
     PagedRunner,
     edit_config,
@@ -13,11 +18,6 @@ from support.tiny_models import (
     reference_logits,
     save_tiny,
 )
-
-from core.errors import ModelError
-from core.model_files import ModelFiles
-from engine.model import weights
-from engine.model.load import fingerprint, load_model
 
 IDS = random_ids(12)
 

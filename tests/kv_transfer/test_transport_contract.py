@@ -1,42 +1,24 @@
 """What every transport promises (`kv_transfer.base`), held against all of them."""
 
 import asyncio
-import contextlib
 
 import numpy as np
 import pytest
-from support.kv_pairs import TRANSPORTS, KvPair
-from support.kv_peer import block_pattern
 
 from core.errors import HandoverError
-from kv_transfer.base import TransferInDoubt
+from kv_transfer.base import Peer, TransferInDoubt
+from support.kv_pairs import TRANSPORTS, KvPair
+from support.kv_peer import block_pattern
 
 NUM_BLOCKS, SIZE = 96, 64 * 1024
 PATIENCE_S = 20  # a bound on a hang, not a measure
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
-def shared(request):
-    """A pair whose source lives through the module; the transfer side is made per test."""
-    source = KvPair(request.param, NUM_BLOCKS, SIZE)
-    peer = source.start()
-    yield request.param, source, peer
-    asyncio.run(source.close())
-
-
-@pytest.fixture
-async def pair(shared):
-    transport, source, peer = shared
-    made = KvPair(transport, NUM_BLOCKS, SIZE, source.network)
-    yield made, peer
-    await made.close()
-
-
 @pytest.fixture(params=TRANSPORTS)
-async def own(request):
-    """A pair of this test's own, whose sources may be killed."""
+async def pair(request, source):
+    """A fresh receiver and the peer `prefill-0` that holds `block_pattern(0, ...)`."""
     made = KvPair(request.param, NUM_BLOCKS, SIZE)
-    yield made
+    yield made, made.adopt(source)
     await made.close()
 
 
@@ -143,75 +125,65 @@ async def test_pull_after_close_is_refused(pair):
         await made.transfer.pull(peer, "r", [0], [0])
 
 
-async def test_blocks_of_another_size_are_never_mixed_up(shared):
-    transport, source, peer = shared
-    other = KvPair(transport, NUM_BLOCKS, SIZE // 2, source.network)
-    try:
+async def test_blocks_of_another_size_are_never_mixed_up(source):
+    for transport in TRANSPORTS:
+        other = KvPair(transport, NUM_BLOCKS, SIZE // 2)
+        try:
+            with pytest.raises(HandoverError):
+                await other.transfer.pull(other.adopt(source), "r", [0, 1], [0, 1])
+        finally:
+            await other.close()
+
+
+async def pull_for_ever(made: KvPair, peer: Peer) -> None:
+    ids = list(range(NUM_BLOCKS))
+    while True:
+        await made.transfer.pull(peer, "r", ids, ids)
+        await asyncio.sleep(0)
+
+
+async def test_closing_ends_pulls_in_flight(pair):
+    made, peer = pair
+    running = asyncio.create_task(pull_for_ever(made, peer))
+    await asyncio.sleep(0.02)
+    async with asyncio.timeout(PATIENCE_S):
+        await made.transfer.close()
         with pytest.raises(HandoverError):
-            await other.transfer.pull(peer, "r", [0, 1], [0, 1])
-    finally:
-        await other.close()
-
-
-async def test_a_killed_peer_fails_its_pulls_and_no_others(own):
-    survivor = own.start("prefill-1", seed=1)
-    victim, ids = own.start("prefill-0"), list(range(NUM_BLOCKS))
-    await own.transfer.pull(victim, "warm", ids, ids)
-    await own.transfer.pull(survivor, "warm", ids, ids)
-
-    async def pull_until_it_fails() -> None:
-        while True:
-            await own.transfer.pull(victim, "r", ids, ids)
-            await asyncio.sleep(0)
-
-    running = asyncio.create_task(pull_until_it_fails())
+            await running
+    made.blocks[:] = 3
     await asyncio.sleep(0.05)
-    await asyncio.to_thread(own.kill, "prefill-0")
-    async with asyncio.timeout(5):
+    assert (made.blocks == 3).all()
+
+
+async def test_a_killed_peer_fails_alone_and_its_successor_is_reached(pair):
+    """SIGKILL in the middle of pulls: they fail, blocks stay quiet, another peer's pulls go on,
+    and a new incarnation under the same worker id works while the old one stays refused."""
+    made, survivor = pair
+    ids = list(range(NUM_BLOCKS))
+    made.start("prefill-1", "a", seed=1)
+    made.start("prefill-1", "b", seed=2)
+    victim = made.peer("prefill-1", "a")
+    await made.transfer.pull(victim, "warm", ids, ids)
+    assert (made.blocks == block_pattern(1, NUM_BLOCKS, SIZE)).all()
+
+    running = asyncio.create_task(pull_for_ever(made, victim))
+    await asyncio.sleep(0.05)
+    made.kill("prefill-1", "a")
+    async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(HandoverError) as failure:
             await running
     assert not isinstance(failure.value, TransferInDoubt)
-    assert "prefill-0" in failure.value.message
-    own.blocks[:] = 9
+    assert "prefill-1" in failure.value.message
+    made.blocks[:] = 9
     await asyncio.sleep(0.05)
-    assert (own.blocks == 9).all()
-    async with asyncio.timeout(5):
-        with pytest.raises(HandoverError):
-            await own.transfer.pull(victim, "r", ids, ids)
-        await own.transfer.pull(survivor, "r", ids, ids)
-    assert (own.blocks == block_pattern(1, NUM_BLOCKS, SIZE)).all()
+    assert (made.blocks == 9).all()
 
-
-async def test_a_restarted_peer_is_reached_anew(own):
-    old = own.start("prefill-0", "a", seed=1)
-    await own.transfer.pull(old, "r", [0], [0])
-    own.kill("prefill-0")
-    new = own.start("prefill-0", "b", seed=2)
+    successor = made.peer("prefill-1", "b")
     async with asyncio.timeout(PATIENCE_S):
-        await own.transfer.pull(new, "r", [3], [3])
-        assert (own.blocks[3] == block_pattern(2, NUM_BLOCKS, SIZE)[3]).all()
-        with pytest.raises(HandoverError):
-            await own.transfer.pull(old, "r", [0], [0])
-        await own.transfer.pull(new, "r", [4], [4])
-    assert (own.blocks[4] == block_pattern(2, NUM_BLOCKS, SIZE)[4]).all()
-
-
-async def test_closing_ends_pulls_in_flight(own):
-    peer, ids = own.start(), list(range(NUM_BLOCKS))
-    await own.transfer.pull(peer, "warm", ids, ids)
-
-    async def pull_until_it_fails() -> None:
-        while True:
-            await own.transfer.pull(peer, "r", ids, ids)
-            await asyncio.sleep(0)
-
-    running = asyncio.create_task(pull_until_it_fails())
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(asyncio.shield(running), 0.02)
-    async with asyncio.timeout(PATIENCE_S):
-        await own.transfer.close()
-        with pytest.raises(HandoverError):
-            await running
-    own.blocks[:] = 3
-    await asyncio.sleep(0.05)
-    assert (own.blocks == 3).all()
+        await made.transfer.pull(survivor, "r", ids, ids)
+        assert (made.blocks == block_pattern(0, NUM_BLOCKS, SIZE)).all()
+        for _ in range(2):
+            with pytest.raises(HandoverError):
+                await made.transfer.pull(victim, "r", ids, ids)
+            await made.transfer.pull(successor, "r", ids, ids)
+            assert (made.blocks == block_pattern(2, NUM_BLOCKS, SIZE)).all()

@@ -160,15 +160,13 @@ async def test_failing_prefill_cancels_decode(router):
     assert decode.num_cancelled == len(decode.requests)
 
 
-async def test_failing_decode_cancels_prefill_or_frees_what_it_holds(router):
-    """V02: nothing stays pinned on P when D refuses."""
+async def test_failing_decode_cancels_prefill_before_and_after_its_token(router):
+    """V02: nothing stays pinned on P when D refuses, or never takes over."""
     prefill, decode = router.worker("prefill-0"), router.worker("decode-0")
-    refusal = Fault("error", error=RequestError("no"))
     prefill.next_fault = lambda: Fault("hang")
-    decode.next_fault = lambda: refusal
+    decode.next_fault = lambda: Fault("error", error=RequestError("no"))
     assert (await router.post(prompt="hello", max_tokens=4)).status_code == 400
     await eventually(lambda: prefill.num_cancelled == 1)
-    # And when P has finished already, D failing before it took the KV over.
     prefill.next_fault = lambda: None
     decode.next_fault = lambda: Fault("hang")
     body = {"model": "fake", "prompt": "hello", "max_tokens": 4, "stream": True}
@@ -176,8 +174,21 @@ async def test_failing_decode_cancels_prefill_or_frees_what_it_holds(router):
         assert await anext(response.aiter_lines())
         assert prefill.held
     await eventually(lambda: not prefill.held)
-    assert prefill.released == [prefill.requests[-1].request_id]
+    assert prefill.num_cancelled == 2
     await router.idle()
+
+
+@pytest.mark.parametrize("action", ["error", "die"])
+async def test_prefill_that_fails_during_the_hand_over_ends_the_attempt(action):
+    """The first token is out; D waits for KV that is lost. The stream resumes elsewhere."""
+    async with running(prefills=2) as router:
+        first_call_fails(router, "prefill", Fault(action, 1, HandoverError("gone")))
+        faults = iter([Fault("hang")])
+        router.worker("decode-0").next_fault = lambda: next(faults, None)
+        answer = await router.complete("hello", max_tokens=8)
+        assert answer["choices"][0]["text"] == TEXT
+        assert [len(r.output_token_ids) for r in used(router, "decode")] == [0, 1]
+        await router.idle()
 
 
 @pytest.mark.parametrize("stream", [False, True])

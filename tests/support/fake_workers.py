@@ -68,7 +68,6 @@ class FakeWorker:
         self.num_cancelled = 0
         self.num_tokens = 0  # sent, of all calls
         self.held: set[str] = set()  # attempts whose KV waits here for a decode worker
-        self.released: list[str] = []
         self.cached: set[bytes] = set()
         self.address = ""
         self._pushes: set[asyncio.Queue[None]] = set()
@@ -78,7 +77,6 @@ class FakeWorker:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(_Worker(self), self._server)
         worker_pb2_grpc.add_PrefillServiceServicer_to_server(_Prefill(self), self._server)
         worker_pb2_grpc.add_DecodeServiceServicer_to_server(_Decode(self), self._server)
-        worker_pb2_grpc.add_KvServiceServicer_to_server(_Kv(self), self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()
 
@@ -238,7 +236,12 @@ class _Prefill(worker_pb2_grpc.PrefillServiceServicer):
                     handed.set_result(True)
                     first = worker_pb2.FirstToken(token=token, finish_reason=reason)
                     yield worker_pb2.PrefillEvent(first_token=first)
+                    if request.request_id in worker.held:
+                        if fault is not None and fault.after == 1:
+                            await worker.fail(fault)
+                        await worker.cluster.taken(request.request_id)
         finally:
+            worker.held.discard(request.request_id)
             if not handed.done():
                 handed.set_result(False)
 
@@ -282,16 +285,6 @@ class _Decode(worker_pb2_grpc.DecodeServiceServicer):
                     index += 1
                     num_sent += 1
                     worker.num_tokens += 1
-
-
-class _Kv(worker_pb2_grpc.KvServiceServicer):
-    def __init__(self, worker: FakeWorker) -> None:
-        self._worker = worker
-
-    async def Release(self, request, context):
-        self._worker.released.append(request.request_id)
-        self._worker.held.discard(request.request_id)
-        return worker_pb2.ReleaseResponse(pinned=True)
 
 
 class FakeCluster:
@@ -356,9 +349,14 @@ class FakeCluster:
             self._hand_overs[request_id] = asyncio.get_running_loop().create_future()
         return self._hand_overs[request_id]
 
+    def taken(self, request_id: str) -> "asyncio.Future[bool]":
+        """Set when D has everything: the end of P's call."""
+        return self.hand_over(f"taken {request_id}")
+
     def take(self, request_id: str) -> None:
-        for worker in self.everyone:
-            worker.held.discard(request_id)
+        taken = self.taken(request_id)
+        if not taken.done():
+            taken.set_result(True)
 
     def background(self, work) -> None:
         task = asyncio.create_task(work)

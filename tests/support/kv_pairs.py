@@ -13,14 +13,12 @@ TRANSPORTS = ("nixl", "grpc", "local")
 
 
 class KvPair:
-    """`transfer` pulls into `kv_cache`; sources are started and killed by name."""
+    """`transfer` pulls into `kv_cache`; sources are started, adopted and killed by name."""
 
-    def __init__(
-        self, transport: str, num_blocks: int, size: int, network: LocalNetwork | None = None
-    ) -> None:
+    def __init__(self, transport: str, num_blocks: int, size: int) -> None:
         self.transport, self.num_blocks, self.size = transport, num_blocks, size
         self.kv_cache = torch.zeros(num_blocks, size, dtype=torch.uint8)
-        self.network = network or LocalNetwork()
+        self.network = LocalNetwork()
         self.transfer: KVTransfer
         if transport == "nixl":
             self.transfer = NixlTransfer(self.kv_cache, "decode-0", "d")
@@ -28,29 +26,40 @@ class KvPair:
             self.transfer = GrpcTransfer(self.kv_cache)
         else:
             self.transfer = LocalTransfer(self.network, self.kv_cache, "decode-0", "d")
-        self._processes: dict[str, PeerProcess] = {}
+        self._processes: dict[tuple[str, str], PeerProcess] = {}
 
     @property
     def blocks(self) -> np.ndarray:
         return self.kv_cache.numpy()
 
-    def start(self, worker_id: str = "prefill-0", incarnation: str = "a", seed: int = 0) -> Peer:
-        """A source whose blocks are `block_pattern(seed, ...)`."""
+    def adopt(self, process: PeerProcess) -> Peer:
+        """A source that somebody else owns; the twin gets one with the same contents."""
+        if self.transport != "local":
+            return process.peer(self.transport)
+        cache = torch.from_numpy(process.blocks)
+        LocalTransfer(self.network, cache, process.worker_id, process.incarnation)
+        return Peer(process.worker_id, process.incarnation, "", b"")
+
+    def start(self, worker_id: str, incarnation: str, seed: int) -> None:
+        """A source that holds `block_pattern(seed, ...)`; `peer` waits until it is up."""
         if self.transport == "local":
             cache = torch.from_numpy(block_pattern(seed, self.num_blocks, self.size))
             LocalTransfer(self.network, cache, worker_id, incarnation)
-            return Peer(worker_id, incarnation, "", b"")
-        process = PeerProcess(worker_id, incarnation, seed, self.num_blocks, self.size)
-        self._processes[worker_id] = process
-        return process.peer(self.transport)
-
-    def kill(self, worker_id: str) -> None:
-        if self.transport == "local":
-            self.network.kill(worker_id)
         else:
-            process = self._processes.pop(worker_id)
-            process.kill()
-            process.close()
+            self._processes[worker_id, incarnation] = PeerProcess(
+                worker_id, incarnation, seed, self.num_blocks, self.size
+            )
+
+    def peer(self, worker_id: str, incarnation: str) -> Peer:
+        if self.transport == "local":
+            return Peer(worker_id, incarnation, "", b"")
+        return self._processes[worker_id, incarnation].peer(self.transport)
+
+    def kill(self, worker_id: str, incarnation: str) -> None:
+        if self.transport == "local":
+            self.network.kill(worker_id, incarnation)
+        else:
+            self._processes[worker_id, incarnation].kill()
 
     async def close(self) -> None:
         await self.transfer.close()

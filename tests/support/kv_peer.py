@@ -70,6 +70,7 @@ class PeerProcess:
         return Peer(self.worker_id, self.incarnation, self.hello["address"], payload)
 
     def set_fault(self, name: str) -> None:
+        self.hello  # noqa: B018 - its line comes first
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(name + "\n")
         self._process.stdin.flush()

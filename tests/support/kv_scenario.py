@@ -18,17 +18,19 @@ NUM_BLOCKS, SIZE = 128, 64 * 1024
 
 async def watch(stalls: bool) -> dict:
     import torch
-    from support.kv_peer import PeerProcess
 
     from core.errors import HandoverError
     from kv_transfer.base import TransferInDoubt
     from kv_transfer.nixl_transport import NixlTransfer
+    from support.kv_peer import PeerProcess
 
     torch.set_num_threads(1)
     ids = list(range(NUM_BLOCKS))
     seen: dict = {}
     source = PeerProcess(num_blocks=NUM_BLOCKS, size=SIZE)
-    other = PeerProcess("prefill-1", seed=1, num_blocks=NUM_BLOCKS, size=SIZE)
+    other = None
+    if stalls:
+        other = PeerProcess("prefill-1", seed=1, num_blocks=NUM_BLOCKS, size=SIZE)
     kv_cache = torch.zeros(NUM_BLOCKS, SIZE, dtype=torch.uint8)
     transfer = NixlTransfer(kv_cache, "decode-0", "d", liveness_s=1.0, cancel_s=0.3)
     try:
@@ -40,7 +42,7 @@ async def watch(stalls: bool) -> dict:
         await asyncio.sleep(1)
         after = time.process_time(), time.monotonic()
         seen["idle_cpu"] = (after[0] - before[0]) / (after[1] - before[1])
-        if stalls:
+        if other is not None:
             source.send_signal(signal.SIGSTOP)
             try:
                 await transfer.pull(peer, "r", ids, ids)
@@ -72,7 +74,8 @@ async def watch(stalls: bool) -> dict:
             seen["quiet_after_kill"] = error.quiet.is_set()
     finally:
         source.close()
-        other.close()
+        if other is not None:
+            other.close()
         await transfer.close()
     seen["shm"] = sorted(name for name in os.listdir("/dev/shm") if "ucx" in name)
     return seen

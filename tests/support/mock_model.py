@@ -25,14 +25,15 @@ class MockConfig:
 
 class MockModel:
     """Implements `engine.types.Model`. `next_error` is raised by the next `forward`, once,
-    after the KV is written; `batches` has (query_lens, seq_lens, num_decodes) of every call."""
+    after the KV is written; `num_rows` has how many tokens' logits
+    each call asked for."""
 
     kv_dtype = torch.int32
 
     def __init__(self, vocab_size: int = 101, max_model_len: int = 4096) -> None:
         self.config = MockConfig(vocab_size, max_model_len)
         self.next_error: Exception | None = None
-        self.batches: list[tuple[list[int], list[int], int]] = []
+        self.num_rows: list[int] = []
 
     def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
         return (1, 2, 1, block_size, 1)
@@ -48,7 +49,7 @@ class MockModel:
         batch: StepBatch,
         logits_rows: torch.Tensor,
     ) -> torch.Tensor:
-        self.batches.append((batch.query_lens, batch.seq_lens, batch.num_decodes))
+        self.num_rows.append(len(logits_rows))
         assert all(length == 1 for length in batch.query_lens[: batch.num_decodes])
         rows: list[tuple[list[int], int]] = []  # of each token: its block table and position
         start = 0

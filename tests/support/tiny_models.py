@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import torch
 import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from core.model_files import ModelFiles
 from engine.attention.base import StepBatch
@@ -50,7 +51,6 @@ LONGROPE = {
     "long_factor": [2.0 + 0.7 * i for i in range(8)],
     "original_max_position_embeddings": 16,
 }
-LENGTH_OF_LONGROPE = 256
 # Every family with each of its flags at least once.
 FAMILY_CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {}),
@@ -184,9 +184,7 @@ class PagedRunner:
             query_lens, seq_lens, [self.block_tables[name] for name in names], num_decodes
         )
         ids = [token for name in names for token in work[name]]
-        positions = [
-            p for n, s in zip(query_lens, seq_lens, strict=True) for p in range(s - n, s)
-        ]
+        positions = [p for n, s in zip(query_lens, seq_lens, strict=True) for p in range(s - n, s)]
         return self.model.forward(
             torch.tensor(ids), torch.tensor(positions), batch, torch.arange(len(ids))
         )
@@ -235,8 +233,12 @@ def write_gguf(model: Any, path: Path, kind: str = "F32") -> ModelFiles:
                 writer.add_tensor(gguf_name, gguf.quantize(stored, qtype), raw_dtype=qtype)
             else:
                 writer.add_tensor(gguf_name, stored.astype(np.float32))
+    if config.rope_parameters.get("rope_type") == "llama3":
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config)
+        plain = config.rope_parameters["rope_theta"] ** (-torch.arange(8) / 8)
+        writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
     for length in ("long", "short"):
-        factors = (config.rope_parameters or {}).get(f"{length}_factor")
+        factors = config.rope_parameters.get(f"{length}_factor")
         if factors:
             writer.add_tensor(f"rope_factors_{length}.weight", np.array(factors, np.float32))
     writer.write_header_to_file()
@@ -260,10 +262,10 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
-    if rope.get("factor"):
+    if rope.get("factor") and rope["rope_type"] != "llama3":
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
-    if rope.get("original_max_position_embeddings"):
+    if rope.get("original_max_position_embeddings") and rope["rope_type"] != "llama3":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)

@@ -1,0 +1,222 @@
+"""The options that `pdserve bench` and `pdserve compare` share, and what becomes of them."""
+
+import asyncio
+import json
+import math
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from loadgen.benchmark import Workload
+    from loadgen.summary import Slo
+    from loadgen.workload import Arrivals
+
+T = TypeVar("T")
+_LOAD, _WORK, _OUT = "Load", "Requests", "Results"
+
+NumRequests = Annotated[int, typer.Option(min=1, help="How many.", rich_help_panel=_WORK)]
+Concurrency = Annotated[
+    str | None,
+    typer.Option(metavar="N", help="Closed loop: so many at a time.", rich_help_panel=_LOAD),
+]
+Rate = Annotated[
+    str | None,
+    typer.Option(
+        metavar="R",
+        help="Open loop: so many a second, whatever the server does; inf: all at once.",
+        rich_help_panel=_LOAD,
+    ),  # fmt: skip
+]
+Burstiness = Annotated[
+    float,
+    typer.Option(
+        help="Shape of the gamma distributed gaps of --rate: 1 is Poisson, less is more bursty.",
+        rich_help_panel=_LOAD,
+    ),  # fmt: skip
+]
+InputLen = Annotated[
+    str,
+    typer.Option(
+        metavar="LENGTH",
+        help="Prompt tokens: N, normal:MEAN:STD, lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH.",
+        rich_help_panel=_WORK,
+    ),  # fmt: skip
+]
+OutputLen = Annotated[
+    str, typer.Option(metavar="LENGTH", help="Output tokens, alike.", rich_help_panel=_WORK)
+]
+PrefixLen = Annotated[
+    int,
+    typer.Option(
+        min=0, help="So many of the prompt's tokens are a shared prefix.", rich_help_panel=_WORK
+    ),  # fmt: skip
+]
+NumPrefixes = Annotated[
+    int, typer.Option(min=1, help="How many such prefixes there are.", rich_help_panel=_WORK)
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        help="Lengths, arrivals and shared prefixes of a trace: Azure or BurstGPT CSV, "
+        "Mooncake JSONL, also as .gz.",
+        rich_help_panel=_WORK,
+    ),  # fmt: skip
+]
+TraceScale = Annotated[
+    float, typer.Option(help="Play a trace so many times as fast.", rich_help_panel=_LOAD)
+]
+LengthScale = Annotated[
+    float,
+    typer.Option(
+        help="All lengths of a trace times this, for small models.", rich_help_panel=_WORK
+    ),  # fmt: skip
+]
+MaxRequests = Annotated[
+    int | None, typer.Option(min=1, help="The first so many of a trace.", rich_help_panel=_WORK)
+]
+Seed = Annotated[int, typer.Option(help="Same seed, same requests.", rich_help_panel=_WORK)]
+SloTtft = Annotated[
+    float | None, typer.Option(help="Seconds that a good TTFT has at most.", rich_help_panel=_OUT)
+]
+SloTpot = Annotated[
+    float | None, typer.Option(help="Seconds that a good TPOT has at most.", rich_help_panel=_OUT)
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write all figures.", rich_help_panel=_OUT)
+]
+Plots = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Write report.html, and PNGs where matplotlib is installed.",
+        rich_help_panel=_OUT,
+    ),  # fmt: skip
+]
+Endpoint = Annotated[str, typer.Option(help="completions or chat.", rich_help_panel=_WORK)]
+Extra = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON",
+        help="More fields for each body; null leaves a field out.",
+        rich_help_panel=_WORK,
+    ),  # fmt: skip
+]
+Warmup = Annotated[
+    int, typer.Option(min=0, help="Requests before the measurement.", rich_help_panel=_WORK)
+]
+Timeout = Annotated[
+    float, typer.Option(help="Seconds that one request may take.", rich_help_panel=_LOAD)
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """As the user gave them."""
+
+    num_requests: int
+    concurrency: str | None
+    rate: str | None
+    burstiness: float
+    input_len: str
+    output_len: str
+    prefix_len: int
+    num_prefixes: int
+    trace: Path | None
+    trace_scale: float
+    length_scale: float
+    max_requests: int | None
+    seed: int
+    slo_ttft: float | None
+    slo_tpot: float | None
+
+    def workload(self) -> "Workload":
+        """Raises ConfigError that names the option or the trace's line."""
+        from loadgen.benchmark import Workload
+        from loadgen.length import parse_length
+        from loadgen.trace import read_trace
+        from loadgen.workload import Synthetic
+
+        if not 0 < self.length_scale < math.inf:
+            raise ConfigError(f"--length-scale {self.length_scale:g}: expected more than 0")
+        if self.trace is not None:
+            entries = tuple(read_trace(self.trace, self.max_requests))
+            return Workload(trace=entries, length_scale=self.length_scale, seed=self.seed)
+        synthetic = Synthetic(
+            self.num_requests,
+            parse_length(self.input_len, "--input-len"),
+            parse_length(self.output_len, "--output-len"),
+            self.prefix_len,
+            self.num_prefixes,
+        )
+        return Workload(synthetic, seed=self.seed)
+
+    def loads(self) -> list["Arrivals"]:
+        """One for each point of a sweep: `--rate 1,2,4`. Raises ConfigError."""
+        from loadgen.workload import Arrivals
+
+        if self.rate is not None and self.concurrency is not None:
+            raise ConfigError("--rate and --concurrency: an open loop or a closed one, not both")
+        for name, value in (("burstiness", self.burstiness), ("trace-scale", self.trace_scale)):
+            if not 0 < value < math.inf:
+                raise ConfigError(f"--{name} {value:g}: expected more than 0")
+        if self.rate is not None:
+            rates = _positive_list(self.rate, "--rate", float)
+            return [Arrivals(rate=rate, burstiness=self.burstiness) for rate in rates]
+        if self.concurrency is not None:
+            counts = _positive_list(self.concurrency, "--concurrency", int)
+            return [Arrivals(concurrency=count) for count in counts]
+        if self.trace is not None:
+            return [Arrivals(speed=self.trace_scale)]
+        return [Arrivals(concurrency=8)]
+
+    def slo(self) -> "Slo":
+        from loadgen.summary import Slo
+
+        for name, value in (("ttft", self.slo_ttft), ("tpot", self.slo_tpot)):
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"--slo-{name} {value:g}: expected seconds, more than 0")
+        return Slo(self.slo_ttft, self.slo_tpot)
+
+
+def parse_endpoint(text: str) -> str:
+    if text not in ("completions", "chat"):
+        raise ConfigError(f"--endpoint {text}: expected completions or chat")
+    return text
+
+
+def parse_extra(text: str | None) -> dict[str, Any]:
+    try:
+        extra = json.loads(text) if text is not None else {}
+    except ValueError as error:
+        raise ConfigError(f"--extra: not JSON: {error}") from error
+    if not isinstance(extra, dict):
+        raise ConfigError("--extra: expected an object, for example '{\"top_k\": 1}'")
+    return extra
+
+
+def run_async(main: Coroutine[Any, Any, T]) -> T:
+    """On the lighter event loop where there is one: the client shares cores with the server."""
+    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    if sys.platform == "linux":
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(main)
+
+
+def _positive_list(text: str, option: str, kind: Callable[[str], Any]) -> list[Any]:
+    try:
+        values = [kind(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(value > 0 for value in values):
+        raise ConfigError(f"{option} {text}: expected a positive number, or several: 1,2,4")
+    return values

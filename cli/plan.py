@@ -1,0 +1,89 @@
+"""`pdserve plan`: which pools serve a trace best, by simulation."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cli.terminal import Reporter
+from core.config import parse_config
+from core.errors import ConfigError
+from planner.machines import build
+from planner.report import as_dict, as_text, as_yaml
+from planner.result import Slo
+from planner.search import Goal, Searcher
+from planner.simulate import Options
+from planner.trace import load_trace
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What was typed. `seconds` and `requests`: how much is simulated at each rate, at least."""
+
+    trace: Path
+    hardware: str
+    model: str
+    slo: Slo
+    gpus: int
+    attainment: float = 0.9
+    rate: float | None = None
+    seconds: float = 60.0
+    requests: int = 1000
+    cost_per_gpu_hour: float | None = None
+    profile: Path | None = None
+    policy: str = "kv_aware"
+    seed: int = 0
+    exact: bool = False
+    as_json: bool = False
+    out: Path | None = None
+
+
+def run_plan(options: PlanOptions) -> None:
+    """Prints the plan, and writes the deployment's YAML if asked to. Raises ConfigError."""
+    if options.as_json:
+        _run(options, lambda _: None)
+        return
+    with Reporter() as reporter:
+        # On a pipe each activity is a line of its own, and these are many.
+        _run(options, reporter.doing if reporter.console.is_terminal else lambda _: None)
+        reporter.rest()
+
+
+def _run(options: PlanOptions, say: Callable[[str], None]) -> None:
+    trace = load_trace(options.trace, options.rate, options.seed)
+    if not trace.rate:
+        raise ConfigError(f"{options.trace}: all requests arrive at once; give a --rate")
+    capability = build(options.hardware, options.model, options.gpus, options.profile)
+    if not capability.degrees:
+        raise ConfigError(f"{options.model} does not fit on {options.gpus} x {options.hardware}")
+    goal = Goal(options.slo, options.attainment, options.seconds, options.requests)
+    searcher = Searcher(
+        capability, trace, goal, Options(options.policy, options.exact, options.seed)
+    )
+    plan = searcher.plan(options.gpus, say)
+    if not plan.best:
+        raise ConfigError(
+            "no layout meets the SLO at any rate: its times are shorter than a lone request's "
+            f"on {options.gpus} x {options.hardware}"
+        )
+    best = plan.best[0]
+    at_rate = searcher.run(best.layout, trace.rate)
+    report = as_dict(plan, at_rate, capability, goal, trace.rate, options.cost_per_gpu_hour)
+    config = as_yaml(
+        best.layout,
+        options.model,
+        f"pdserve plan: {best.layout} on {options.hardware}.\n"
+        f"Predicted goodput {best.goodput:.2f} requests/s ({best.per_gpu:.3f} for each GPU) at "
+        f"TTFT {goal.slo.ttft:g} s, TPOT {goal.slo.tpot:g} s, {goal.attainment:.0%}.",
+    )
+    parse_config(config, source="the plan")  # never hand out what `up` would refuse
+    if options.out is not None:
+        try:
+            options.out.write_text(config, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {options.out}: {error.strerror}") from error
+    if options.as_json:
+        print(json.dumps({**report, "config": config}, indent=2))
+    else:
+        print(as_text(report))
+        print(f"\nWritten to {options.out}" if options.out is not None else f"\n{config}", end="")

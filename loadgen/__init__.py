@@ -1,0 +1,1 @@
+"""The load generator: what `pdserve bench` and `pdserve compare` send, measure and say."""

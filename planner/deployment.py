@@ -1,0 +1,144 @@
+"""A simulated deployment: the router's policy, two pools or one, and the links between them."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from planner.event_loop import EventLoop
+from planner.job import Job
+from planner.result import Recorder
+from router.policy import POLICIES, Cost, Demand, Load, cheapest
+from router.prefix_index import PrefixIndex
+
+
+class Worker(Protocol):
+    """What `BatchWorker` and `ScheduledWorker` have in common."""
+
+    prefixes: PrefixIndex
+    link_free_at: float
+    last_chosen: int
+    busy_s: float
+
+    def fits(self, job: Job, decodes: bool) -> bool: ...
+    def add_prompt(self, job: Job) -> None: ...
+    def reserve(self, job: Job) -> None: ...
+    def start_decode(self, job: Job) -> None: ...
+    def release(self, job: Job) -> None: ...
+    def load(self, hashes: Sequence[bytes]) -> Load: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """From each prefill worker to each decode worker; a worker's end serves one copy at a time.
+    `overlaps`: blocks travel while the next chunk is computed, so that when the prefill ends at
+    most its last chunk is left, unless the link is slower than the prefill."""
+
+    bytes_per_s: float
+    latency_s: float = 0.002
+    bytes_per_token: float = 0.0
+    overlaps: bool = True
+
+
+# With more workers than this a placement looks at a sample of them.
+_LOOK_AT_ALL = 16
+_SAMPLE = 4
+
+
+class Deployment:
+    """Carries each job from its arrival to its one end, and tells the recorder.
+
+    Arrival: the policy of `router.policy` chooses the workers, with the load as it is (the real
+    router sees it up to a second late). Both legs start at once: the decode worker reserves when
+    the prefill worker has admitted, pulls while it computes, and decodes when everything is
+    there. A job whose answer is its first token never reserves.
+    """
+
+    def __init__(self, loop: EventLoop, link: Link, policy: str, seed: int = 0) -> None:
+        self.prefills: list[Worker] = []  # the colocated pool has only these
+        self.decodes: list[Worker] = []
+        self.recorder = Recorder()
+        self.on_end: Callable[[], None] | None = None  # after a request's one end
+        self._loop, self._link = loop, link
+        self._policy = POLICIES[policy]
+        self._dice = random.Random(f"placement {seed}")
+        self._owners: dict[bytes, Worker] = {}  # who computed a block last
+        self._num_placed = 0
+
+    def arrive(self, job: Job) -> None:
+        self.recorder.arrived(job, self._loop.now)
+        job.hands_over = bool(self.decodes)
+        first_cost = self._policy.prefill if job.hands_over else self._policy.colocated
+        job.prefill = job.decode = self._place(self.prefills, first_cost, job)
+        if job.hands_over:
+            job.decode = self._place(self.decodes, self._policy.decode, job)
+        if job.prefill.fits(job, not job.hands_over) and job.decode.fits(job, True):
+            job.prefill.add_prompt(job)
+        else:
+            self.recorder.rejected(job, self._loop.now)
+            self._ended()
+
+    def _place(self, workers: list[Worker], cost: Cost, job: Job) -> Worker:
+        """The cheapest of the pool, or of a sample and the worker that knows the prefix."""
+        hashes = job.request.hashes
+        candidates = workers
+        if len(workers) > _LOOK_AT_ALL:
+            candidates = self._dice.choices(workers, k=_SAMPLE)
+            owner = self._owner(hashes) if workers is self.prefills else None
+            if owner is not None and owner not in candidates:
+                candidates.append(owner)
+        demand = Demand(job.request.num_prompt, job.request.num_output, 16)
+        chosen = candidates[0]
+        if len(candidates) > 1:
+            chosen = cheapest(candidates, cost, demand, hashes)[1]
+        self._num_placed += 1
+        chosen.last_chosen = self._num_placed
+        if workers is self.prefills and len(workers) > _LOOK_AT_ALL:
+            self._owners.update(dict.fromkeys(hashes, chosen))
+        return chosen
+
+    def _owner(self, hashes: Sequence[bytes]) -> Worker | None:
+        """Of the longest prefix that somebody was asked to compute."""
+        return next((self._owners[h] for h in reversed(hashes) if h in self._owners), None)
+
+    # ------------------------------------------------- what workers say (Host)
+
+    def admitted(self, job: Job) -> None:
+        self.recorder.admitted(job, self._loop.now)
+        if job.hands_over and job.request.num_output > 1:
+            job.decode.reserve(job)
+
+    def reserved(self, job: Job) -> None:
+        job.reserved_at = self._loop.now
+        if job.first_token_at >= 0:
+            self._transfer(job)
+
+    def first_token(self, job: Job) -> None:
+        job.first_token_at = self._loop.now
+        if job.reserved_at >= 0:
+            self._transfer(job)
+
+    def done(self, job: Job) -> None:
+        self.recorder.finished(job, self._loop.now)
+        self._ended()
+
+    def _ended(self) -> None:
+        if self.on_end is not None:
+            self.on_end()
+
+    # -------------------------------------------------------------- the links
+
+    def _transfer(self, job: Job) -> None:
+        now, link = self._loop.now, self._link
+        left = link.bytes_per_token * job.request.num_prompt
+        if link.overlaps:
+            sent = (job.first_token_at - job.reserved_at) * link.bytes_per_s
+            left = min(left, max(left - sent, link.bytes_per_token * job.last_chunk))
+        start = max(now, job.prefill.link_free_at, job.decode.link_free_at)
+        end = start + left / link.bytes_per_s
+        job.prefill.link_free_at = job.decode.link_free_at = end
+        self._loop.at(end + link.latency_s, self._arrived, job)
+
+    def _arrived(self, job: Job) -> None:
+        job.prefill.release(job)
+        job.decode.start_decode(job)

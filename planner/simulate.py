@@ -1,0 +1,122 @@
+"""Runs one layout against one trace."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from planner.batch_worker import BatchWorker, Limits
+from planner.deployment import Deployment, Link
+from planner.event_loop import EventLoop
+from planner.job import Job
+from planner.layout import Layout, Pool
+from planner.result import Result
+from planner.scheduled_worker import ScheduledWorker
+from planner.step_model import StepModel
+from planner.trace import Trace, TraceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Step times, KV room and links for each tensor-parallel degree: all that a simulation knows
+    of hardware and model. `of(pool_name, tp)` may differ by pool (Splitwise mixes hardware)."""
+
+    model_of: Callable[[str, int], StepModel]
+    limits_of: Callable[[str, int], Limits]
+    link_of: Callable[[int], Link]  # by the prefill pool's degree
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`exact`: every step is scheduled by the engine's own scheduler. `concurrency`: a closed
+    loop, in which each end lets the next request in and arrival times do not count."""
+
+    policy: str = "kv_aware"
+    exact: bool = False
+    seed: int = 0
+    concurrency: int | None = None
+
+
+def simulate(
+    layout: Layout, machine: Machine, trace: Trace, options: Options | None = None
+) -> Result:
+    """Every request of the trace, until the last one has ended."""
+    options = options or Options()
+    return run(layout, machine, trace.requests, trace.hash_block, options)
+
+
+def run(
+    layout: Layout,
+    machine: Machine,
+    requests: Iterable[TraceRequest],
+    hash_block: int,
+    options: Options,
+) -> Result:
+    """`simulate` on requests that need not all exist at once."""
+    loop = EventLoop()
+    link = machine.link_of(layout.prefill.tensor_parallel if layout.prefill else 1)
+    deployment = Deployment(loop, link, options.policy, options.seed)
+    kind = ScheduledWorker if options.exact else BatchWorker
+    workers = {}
+    for name, pool in layout.pools.items():
+        workers[name] = [
+            kind(
+                loop,
+                machine.model_of(name, pool.tensor_parallel),
+                _limits(machine, layout, name, pool),
+                deployment,
+                hash_block if name != "decode" or options.exact else 0,
+            )
+            for _ in range(pool.replicas)
+        ]
+    deployment.prefills = list(workers.get("prefill") or workers["colocated"])
+    deployment.decodes = list(workers.get("decode", ()))
+    _Source(loop, deployment, iter(requests), options.concurrency)
+    loop.run()
+    busy = {
+        name: sum(w.busy_s for w in pool) / len(pool) / max(loop.now, 1e-9)
+        for name, pool in workers.items()
+    }
+    return Result(deployment.recorder, loop.now, loop.num_events, busy)
+
+
+def _limits(machine: Machine, layout: Layout, name: str, pool: Pool) -> Limits:
+    limits = machine.limits_of(name, pool.tensor_parallel)
+    return replace(limits, max_num_batched_tokens=layout.max_num_batched_tokens)
+
+
+class _Source:
+    """Lets requests in: at their time, or `concurrency` of them at once."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        deployment: Deployment,
+        requests: Iterator[TraceRequest],
+        concurrency: int | None,
+    ) -> None:
+        self._loop, self._deployment, self._requests = loop, deployment, requests
+        self._num = 0
+        if concurrency is None:
+            self._schedule()
+            return
+        deployment.on_end = self._enter_next
+        for _ in range(concurrency):
+            self._enter_next()
+
+    def _schedule(self) -> None:
+        # One arrival at a time: a million of them need not be in the heap.
+        request = next(self._requests, None)
+        if request is not None:
+            self._loop.at(request.arrival, self._enter, request)
+
+    def _enter(self, request: TraceRequest) -> None:
+        self._arrive(request)
+        self._schedule()
+
+    def _enter_next(self) -> None:
+        request = next(self._requests, None)
+        if request is not None:
+            self._loop.at(self._loop.now, self._arrive, request)
+
+    def _arrive(self, request: TraceRequest) -> None:
+        self._deployment.arrive(Job(self._num, request, self._loop.now))
+        self._num += 1

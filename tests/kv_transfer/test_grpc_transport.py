@@ -1,0 +1,104 @@
+"""What is gRPC's own: streams that are short, long, silent or damaged."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from core.errors import CorruptBlockError, HandoverError
+from kv_transfer.checksum import block_checksums, verify
+from kv_transfer.grpc_transport import GrpcTransfer, _data_of, stream_blocks
+from rpc import worker_pb2 as pb
+
+NUM_BLOCKS, SIZE = 96, 64 * 1024
+IDS = list(range(NUM_BLOCKS))
+
+
+@pytest.fixture
+async def transfer(source):
+    made = GrpcTransfer(torch.zeros(NUM_BLOCKS, SIZE, dtype=torch.uint8), stall_s=0.5)
+    yield made
+    source.set_fault("none")
+    await made.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("short", "sent 65536 of 6291456 bytes"), ("long", "more than"), ("stall", "sent no KV")],
+)
+async def test_a_stream_that_is_not_whole(source, transfer, fault, message):
+    source.set_fault(fault)
+    async with asyncio.timeout(20):
+        with pytest.raises(HandoverError, match=message):
+            await transfer.pull(source.peer("grpc"), "r", IDS, IDS)
+    transfer.kv_cache.fill_(5)
+    await asyncio.sleep(0.05)
+    assert (transfer.kv_cache == 5).all()
+    source.set_fault("none")
+    await transfer.pull(source.peer("grpc"), "r", IDS, IDS)
+    assert (transfer.kv_cache.numpy() == source.blocks).all()
+
+
+async def test_a_flipped_bit_is_caught_by_the_checksum(source, transfer):
+    expected = block_checksums(torch.from_numpy(source.blocks), IDS)
+    source.set_fault("flip")
+    await transfer.pull(source.peer("grpc"), "r", IDS, IDS)
+    with pytest.raises(CorruptBlockError, match="position 1 of 96"):
+        verify(transfer.kv_cache, IDS, expected)
+
+
+async def test_a_cancelled_pull_of_a_slow_stream(source, transfer):
+    source.set_fault("slow")
+    pull = asyncio.create_task(transfer.pull(source.peer("grpc"), "r", IDS, IDS))
+    async with asyncio.timeout(20):
+        while not transfer.kv_cache.count_nonzero():
+            await asyncio.sleep(0.001)
+        pull.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pull
+    transfer.kv_cache.zero_()
+    await asyncio.sleep(0.05)
+    assert transfer.kv_cache.count_nonzero() == 0
+
+
+async def test_a_slow_stream_is_no_stall(source, transfer):
+    """The bound is on silence, not on the whole pull, which takes longer here."""
+    transfer._stall_s = 0.2
+    source.set_fault("slow")
+    async with asyncio.timeout(20):
+        await transfer.pull(source.peer("grpc"), "r", IDS, IDS)
+    assert (transfer.kv_cache.numpy() == source.blocks).all()
+
+
+async def test_pieces_are_bounded_and_in_order():
+    cache = torch.from_numpy(np.random.default_rng(0).integers(0, 255, (10, 1000), dtype=np.uint8))
+    ids = [3, 4, 5, 0, 9, 8]
+    pieces = [piece.data async for piece in stream_blocks(cache, ids, piece_bytes=700)]
+    assert {len(piece) for piece in pieces[:-1]} == {700}
+    assert b"".join(pieces) == cache.numpy()[ids].tobytes()
+    assert [piece async for piece in stream_blocks(cache, [], piece_bytes=700)] == []
+
+
+@pytest.mark.parametrize("ids", [[10], [-1], [0, 1, 99]])
+async def test_the_sender_refuses_ids_outside_of_its_cache(ids):
+    cache = torch.zeros(10, 1000, dtype=torch.uint8)
+    with pytest.raises(HandoverError, match="out of range"):
+        _ = [piece async for piece in stream_blocks(cache, ids)]
+
+
+async def test_bfloat16_blocks_travel_bit_by_bit(transfer):
+    cache = torch.randn(6, 2, 3, 5).to(torch.bfloat16)
+    pieces = [piece.data async for piece in stream_blocks(cache, [1, 0], piece_bytes=13)]
+    assert b"".join(pieces) == cache[[1, 0]].view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 1 << 14, 1 << 20])
+def test_piece_data_without_parsing(size):
+    data = np.random.default_rng(size).bytes(size)
+    assert _data_of(pb.KvPiece(data=data).SerializeToString()) == data
+
+
+def test_piece_data_with_a_field_of_the_future():
+    unknown = b"\x12\x03abc"  # field 2
+    assert _data_of(pb.KvPiece(data=b"data").SerializeToString() + unknown) == b"data"
