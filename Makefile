@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 CONFIG ?= configs/local.yaml
 ARGS ?=
 
-.PHONY: help install serve test lint proto bench-kv clean
+.PHONY: help install serve test lint proto bench-compare bench-kv clean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ proto: $(VENV)/.installed-dev ## Make the gRPC stubs in rpc/ from proto/ again
 	$(BIN)/python -m grpc_tools.protoc -I rpc=proto --python_out=. --pyi_out=. --grpc_python_out=. \
 		proto/*.proto
 
+bench-compare: $(VENV)/.installed ## Is P/D worth it here? One load, colocated and disaggregated
+	$(BIN)/pdserve compare $(CONFIG) $(ARGS)
+
 bench-kv: $(VENV)/.installed ## Measure the bandwidth of the KV transports
 	$(BIN)/python benchmarks/kv_bandwidth.py $(ARGS)
 
@@ -61,10 +64,10 @@ $(BIN)/python:
 # The stamps: nothing is installed again before pyproject.toml changes.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "Installing pdserve and what its workers need (torch, ray, nixl: some minutes)"
-	$(PIP) install $(PIP_ARGS) -e ".[worker]"
+	$(PIP) install $(PIP_ARGS) -e ".[worker]" | { grep -v "already satisfied" || true; }
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@echo "Installing pdserve with what tests and checks need (some minutes)"
-	$(PIP) install $(PIP_ARGS) -e ".[worker,test,dev]"
+	$(PIP) install $(PIP_ARGS) -e ".[worker,test,dev]" | { grep -v "already satisfied" || true; }
 	@touch $(VENV)/.installed $@

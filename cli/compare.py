@@ -45,10 +45,10 @@ from cli.bench_options import (
     run_async,
 )
 from cli.terminal import Reporter, clear_errors
-from core.config import Config, PoolConfig, load_config
 from core.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
+    from core.config import Config
     from loadgen.benchmark import Workload
     from loadgen.chart import LabelledRun
     from loadgen.summary import Slo
@@ -171,6 +171,8 @@ def make_sides(
     """Both deployments out of one file. A file that says nothing of pools.colocated gets as many
     workers there as prefill and decode have together, each with the resources and the engine of
     a decode worker. Raises ConfigError."""
+    from core.config import PoolConfig, load_config
+
     config = load_config(path, overrides)
     pools = config.pools
     base = [*overrides, "mode=colocated"]
@@ -191,7 +193,7 @@ def make_sides(
     )
 
 
-def resources_of(config: Config) -> str:
+def resources_of(config: "Config") -> str:
     """What all workers of a deployment take together, for a reader to compare."""
     total: dict[str, float] = {}
     threads: list[int] = []

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from cli.bench import bench
+from cli.compare import compare
 from cli.terminal import Reporter, clear_errors
 
 app = typer.Typer(
@@ -103,6 +105,68 @@ def chat(
         from cli.client import find_url
 
         run_chat(find_url(url), prompt, system, max_tokens)
+
+
+app.command(epilog="Example: pdserve bench --rate 1,2,4 --input-len normal:512:128 --plots out")(
+    bench
+)
+app.command(epilog="Example: pdserve compare configs/local.yaml --concurrency 8 --plots out")(
+    compare
+)
+
+
+@app.command(
+    epilog="Example: pdserve plan --trace azure.csv --hardware h100 --model llama-3.1-8b "
+    "--slo-ttft 0.5 --slo-tpot 0.03 --gpus 8"
+)
+def plan(
+    trace: Annotated[
+        Path, typer.Option(help="Azure 2023 CSV, Mooncake JSONL, or a CSV of lengths; .gz too.")
+    ],
+    hardware: Annotated[str, typer.Option(help="a100, h100 or h200.")],
+    model: Annotated[str, typer.Option(help="A model whose shape is known, like llama-3.1-8b.")],
+    slo_ttft: Annotated[float, typer.Option(min=0, help="Seconds to the first token.")],
+    slo_tpot: Annotated[float, typer.Option(min=0, help="Seconds for each further token.")],
+    gpus: Annotated[int, typer.Option(min=1, help="The most that the plan may use.")],
+    attainment: Annotated[
+        float, typer.Option(min=0, max=1, help="The share of requests that must meet both.")
+    ] = 0.9,
+    rate: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Requests/s, at random, instead of the trace's arrivals."),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="How long each rate is simulated, at least.")
+    ] = 60.0,
+    requests: Annotated[
+        int, typer.Option(min=10, help="How many requests each rate has, at least.")
+    ] = 1000,
+    cost_per_gpu_hour: Annotated[
+        float | None, typer.Option(min=0, help="Adds costs in this currency.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="JSON of measured step times, instead of the known ones.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of arrivals and placement.")] = 0,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Ask the engine's scheduler for every step; slow.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the deployment's YAML here.")] = None,
+) -> None:
+    """Find the pools that serve a trace best, by simulation: goodput, cost and a configuration."""
+    with clear_errors():
+        from cli.plan import PlanOptions, run_plan
+        from planner.result import Slo
+
+        run_plan(
+            PlanOptions(
+                trace, hardware, model, Slo(slo_ttft, slo_tpot), gpus,
+                attainment=attainment, rate=rate, seconds=seconds, requests=requests,
+                cost_per_gpu_hour=cost_per_gpu_hour, profile=profile, seed=seed, exact=exact,
+                as_json=as_json, out=out,
+            )
+        )  # fmt: skip
 
 
 @models_app.command("pull", epilog="Example: pdserve models pull smollm2-135m")

@@ -20,7 +20,7 @@ class WorkerState(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. STOP covers EOS, stop tokens and (decided in the router) stop strings."""
+    """Why a sequence ended. STOP covers EOS, stop tokens and, in the router, stop strings."""
 
     STOP = "stop"
     LENGTH = "length"

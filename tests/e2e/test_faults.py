@@ -162,7 +162,7 @@ def test_kill_decode_in_mid_stream(live: Callable[[str], Live], kind: str) -> No
 def test_kill_the_only_worker_of_a_pool(live: Callable[[str], Live], kind: str, role: str) -> None:
     """Whatever the router decides, it is one outcome; then the replacement serves."""
     cluster = live(kind)
-    stream = Stream(cluster, long_prompt(4), 8)
+    stream = Stream(cluster, long_prompt(40 + len(role)), 8)
     busy_worker(cluster, "prefill")
     victim = cluster.workers(role)[0]
     kill(victim)

@@ -48,9 +48,9 @@ def test_burst_gpt_leaves_out_failed_requests(write):
 
 
 def test_mooncake(write):
-    path = write("m.jsonl", '{"timestamp": 1000, "input_length": 600, "output_length": 5, '
-                            '"hash_ids": [0, 14]}\n\n'
-                            '{"timestamp": 3500, "input_length": 9, "output_length": 1}\n')  # fmt: skip
+    first = '{"timestamp": 1000, "input_length": 600, "output_length": 5, "hash_ids": [0, 14]}'
+    second = '{"timestamp": 3500, "input_length": 9, "output_length": 1}'
+    path = write("m.jsonl", f"{first}\n\n{second}\n")
     assert read_trace(path) == [TraceEntry(0.0, 600, 5, (0, 14)), TraceEntry(2.5, 9, 1)]
 
 
