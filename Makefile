@@ -16,8 +16,10 @@ PIP_ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 CONFIG ?= configs/local.yaml
 ARGS ?=
+# A folder with traces/ and perf/, for bench-planner.
+DATA ?=
 
-.PHONY: help install serve test lint proto bench-compare bench-kv clean
+.PHONY: help install serve test lint proto bench-compare bench-kv bench-planner clean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +47,11 @@ bench-compare: $(VENV)/.installed ## Is P/D worth it here? One load, colocated a
 
 bench-kv: $(VENV)/.installed ## Measure the bandwidth of the KV transports
 	$(BIN)/python benchmarks/kv_bandwidth.py $(ARGS)
+
+bench-planner: $(VENV)/.installed ## Hold pdserve plan against published results (DATA=folder)
+	@test -n "$(DATA)" || { echo "pdserve: error: say where the traces are: make bench-planner" \
+		"DATA=folder; docs/planning.md names the files" >&2; exit 1; }
+	$(BIN)/python -m planner.published $(DATA)
 
 clean: ## Remove .venv and what tools have cached
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -69,7 +69,7 @@ async def serve(num_blocks: int, size: int) -> None:
     from rpc.channel import make_server
 
     cache = make_cache(num_blocks, size, 3)
-    nixl = NixlTransfer(cache, "source", "a")
+    nixl, grpc = NixlTransfer(cache, "source", "a"), GrpcTransfer(cache)  # as a worker has them
 
     class Service(worker_pb2_grpc.KvServiceServicer):
         async def Pull(self, request, context):
@@ -85,6 +85,7 @@ async def serve(num_blocks: int, size: int) -> None:
     await asyncio.to_thread(sys.stdin.read)  # until the parent closes it
     await server.stop(0)
     await nixl.close()
+    await grpc.close()
 
 
 # ---------------------------------------------------------------- the measuring process

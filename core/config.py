@@ -65,6 +65,9 @@ class RouterConfig(_Section):
     http: str = "127.0.0.1:8000"
     grpc: str = "127.0.0.1:8001"
     policy: Literal["kv_aware", "least_loaded", "round_robin"] = "kv_aware"
+    # Of the answers of a chat: auto takes the format that the chat template shows.
+    tool_parser: Literal["auto", "hermes", "llama3_json", "pythonic", "mistral"] = "auto"
+    reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = None
     api_keys_file: None = None
     max_attempts: Annotated[int, Field(ge=1, le=10)] = 3
     max_concurrent_requests: Positive = 1024

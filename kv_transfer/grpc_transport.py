@@ -15,7 +15,7 @@ import torch
 
 from core.errors import HandoverError
 from kv_transfer.base import KVTransfer, Peer, block_bytes, check_block_ids
-from kv_transfer.memory import flat_bytes
+from kv_transfer.memory import flat_bytes, keep_freed_memory
 from rpc import worker_pb2 as pb
 from rpc.channel import make_channel
 from rpc.status import error_from_rpc
@@ -62,6 +62,7 @@ class GrpcTransfer(KVTransfer):
         self._pulled_from: set[tuple[str, str]] = set()
         self._closing: set[asyncio.Task] = set()
         self._is_closed = False
+        keep_freed_memory()
 
     def offer(self) -> bytes:
         return b""

@@ -7,7 +7,6 @@ test goes on.
 
 import asyncio
 import json
-import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 import httpx
 
 from core.errors import PdserveError, UnavailableError
+from loadgen.http_stream import ConnectFailed, HttpTarget, ProtocolError, post
 from loadgen.record import RequestRecord
 
 _PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -107,26 +107,22 @@ class StreamingClient:
     def __init__(self, target: Target, now: Callable[[], float] = time.perf_counter) -> None:
         self.target = target
         self.now = now
-        self._url = target.url + _PATHS[target.endpoint]
+        self._address = HttpTarget.from_url(target.url + _PATHS[target.endpoint])
         self._headers = {"content-type": "application/json", **target.headers}
-        self._tls = ssl.create_default_context()  # one for all: it is slow to make
 
     async def send(self, body: bytes, record: RequestRecord) -> None:
         """Sends, reads to the end and notes all in `record`. Raises only CancelledError."""
-        # A transport for each request: a pool would look through all connections at each event.
-        transport = httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False)
-        request = httpx.Request("POST", self._url, content=body, headers=self._headers)
         reader = _ChunkReader(record, self.now)
         record.sent_s = self.now()
         try:
-            async with asyncio.timeout(self.target.timeout_s), transport:
-                await self._stream(transport, request, record, reader)
+            async with asyncio.timeout(self.target.timeout_s):
+                await self._stream(body, record, reader)
         except TimeoutError:
             record.error = "timeout"
             record.detail = f"not done within {self.target.timeout_s:g} s"
-        except httpx.ConnectError as error:
+        except ConnectFailed as error:
             record.error, record.detail = "connect", str(error)
-        except (httpx.HTTPError, httpx.StreamError, OSError) as error:
+        except (OSError, ProtocolError) as error:
             record.error, record.detail = "disconnected", str(error) or type(error).__name__
         except ValueError as error:
             record.error, record.detail = "bad answer", str(error)[:300]
@@ -135,26 +131,14 @@ class StreamingClient:
         if record.error is None:
             record.error = reader.missing()
 
-    async def _stream(
-        self,
-        transport: httpx.AsyncHTTPTransport,
-        request: httpx.Request,
-        record: RequestRecord,
-        reader: "_ChunkReader",
-    ) -> None:
-        response = await transport.handle_async_request(request)
-        try:
-            if response.status_code != 200:
-                text = (await response.aread()).decode("utf-8", "replace")
-                record.error = f"HTTP {response.status_code}"
-                record.detail = text[:300]
+    async def _stream(self, body: bytes, record: RequestRecord, reader: "_ChunkReader") -> None:
+        async with post(self._address, self._headers, body) as answer:
+            if answer.status != 200:
+                record.error = f"HTTP {answer.status}"
+                record.detail = (await answer.text())[:300]
                 return
-            # Without content coding the raw bytes are the text; decoding would only cost.
-            is_plain = response.headers.get("content-encoding", "identity") == "identity"
-            async for data in response.aiter_raw() if is_plain else response.aiter_bytes():
+            async for data in answer.pieces():
                 reader.feed(data)
-        finally:
-            await response.aclose()
 
 
 class _ChunkReader:

@@ -65,6 +65,7 @@ class BatchWorker:
         self._run_steps = 0
         self._run_start = 0.0
         self._run_id = 0
+        self._stall_s = 0.0  # since the last decode step, spent on whole prompts
 
     # ------------------------------------------------------------- requests in
 
@@ -133,6 +134,10 @@ class BatchWorker:
         new = sum(num_tokens for _, num_tokens in chunks)
         seconds = self._model.step(new, pairs, batch, kv)
         self.busy_s += seconds
+        if batch:
+            self._host.gap(seconds, batch)
+        elif self._batch:
+            self._stall_s += seconds
         self._loop.at(self._loop.now + seconds, self._end_step, chunks)
 
     def _chunks(self, budget: int) -> tuple[list[tuple[Job, int]], float]:
@@ -208,12 +213,22 @@ class BatchWorker:
     def _end_run(self, run_id: int) -> None:
         if run_id != self._run_id:
             return
-        self.busy_s += self._loop.now - self._run_start
+        seconds = self._loop.now - self._run_start
+        self.busy_s += seconds
+        self._tell_gaps(seconds / self._run_steps)
         self._step += self._run_steps
         self._kv += self._run_steps * len(self._batch)
         self._run_steps = 0
         self._retire()
         self._begin(None)
+
+    def _tell_gaps(self, step_s: float) -> None:
+        batch, num_steps = len(self._batch), self._run_steps
+        if self._stall_s:  # whole prompts ran before the first step
+            self._host.gap(self._stall_s + step_s, batch)
+            self._stall_s, num_steps = 0.0, num_steps - 1
+        if num_steps:
+            self._host.gap(step_s, batch * num_steps)
 
     # ------------------------------------------------------- room and the batch
 

@@ -122,6 +122,9 @@ class Deployment:
         self.recorder.finished(job, self._loop.now)
         self._ended()
 
+    def gap(self, seconds: float, count: int) -> None:
+        self.recorder.gap(seconds, count)
+
     def _ended(self) -> None:
         if self.on_end is not None:
             self.on_end()

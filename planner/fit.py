@@ -55,7 +55,7 @@ def fit(prefills: Sequence[PrefillPoint], decodes: Sequence[DecodePoint]) -> Fit
     decode = _least_squares(
         [(1.0, d.batch, d.batch * d.context) for d in decodes], [d.seconds * 1e3 for d in decodes]
     )
-    model = FittedModel(*prefill, *decode)
+    model = FittedModel(prefill[0], prefill[1], prefill[2], decode[0], decode[1], decode[2])
     errors = [
         abs(model.step(int(row[1]), row[2], 0, 0) / p.seconds - 1)
         for p, row in zip(prefills, rows, strict=True)

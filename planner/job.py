@@ -39,3 +39,6 @@ class Host(Protocol):
 
     def done(self, job: Job) -> None:
         """The last token was written; the worker has forgotten the job."""
+
+    def gap(self, seconds: float, count: int) -> None:
+        """`count` sequences got a token, so long after the one before."""

@@ -68,6 +68,7 @@ def _result(result: Result, slo: Slo) -> dict[str, Any]:
         "attainment": result.attainment(slo),
         "ttft": {f"p{p}": percentile(recorder.ttft, p) for p in (50, 90, 99)},
         "tpot": {f"p{p}": percentile(recorder.tpot, p) for p in (50, 90, 99)},
+        "itl": {f"p{p}": recorder.itl(p) for p in (50, 90, 99)},
         "output_tokens_per_s": result.output_rate,
         "prefix_hit_rate": result.hit_rate,
         "busy": result.busy,
@@ -106,7 +107,8 @@ def as_text(report: dict[str, Any]) -> str:
         f"The first of them at the trace's {now['rate']:.2f} req/s: "
         f"{now['attainment']:.1%} attain the SLO; TTFT p50 {ttft['p50']:.3f}, "
         f"p99 {ttft['p99']:.3f} s; TPOT p50 {tpot['p50'] * 1e3:.1f}, p99 "
-        f"{tpot['p99'] * 1e3:.1f} ms; prefix hits {now['prefix_hit_rate']:.1%}; "
+        f"{tpot['p99'] * 1e3:.1f} ms; ITL p99 {now['itl']['p99'] * 1e3:.1f} ms; "
+        f"prefix hits {now['prefix_hit_rate']:.1%}; "
         + ", ".join(f"{name} busy {share:.0%}" for name, share in now["busy"].items()),
     ]
     fewest = report["fewest_gpus"]

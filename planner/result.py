@@ -1,9 +1,10 @@
 """What a simulation leaves: one line for each request, and what follows from them."""
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import nan
+from math import exp, log, nan
 
 from planner.job import Job
 
@@ -27,6 +28,7 @@ class Recorder:
         self.indices, self.rejected_indices = array("q"), array("q")
         self.wait = array("d")  # from arrival to admission
         self.hand_over = array("d")  # from the first token to the decode batch
+        self._gaps: Counter[int] = Counter()  # by the logarithm, in steps of one percent
         self._changed_at = 0.0
 
     @property
@@ -59,6 +61,19 @@ class Recorder:
         self.e2e.append(now - job.arrival)
         if job.decode_at >= 0:
             self.hand_over.append(job.decode_at - job.first_token_at)
+
+    def gap(self, seconds: float, count: int) -> None:
+        """`count` sequences waited so long for a token after their last one."""
+        self._gaps[round(log(seconds) * 100)] += count
+
+    def itl(self, percent: float) -> float:
+        """A percentile of all gaps between tokens, within one percent; NaN without any."""
+        left = self._gaps.total() * percent / 100
+        for bucket in sorted(self._gaps):
+            left -= self._gaps[bucket]
+            if left <= 0:
+                return exp(bucket / 100)
+        return nan
 
     def _integrate(self, now: float) -> None:
         self.area += self.num_inside * (now - self._changed_at)

@@ -94,18 +94,25 @@ class ScheduledWorker:
             self._loop.at(self._loop.now, self._begin)
 
     def _add_prompt(self, job: Job) -> None:
-        self._add(job, prefill_only=job.hands_over, hold=job.hands_over)
+        self._add(job, hands_over=job.hands_over, is_remote=False)
 
     def _add_remote(self, job: Job) -> None:
-        self._add(job, wants_remote_kv=True)
+        self._add(job, hands_over=False, is_remote=True)
 
-    def _add(self, job: Job, **how: bool) -> None:
+    def _add(self, job: Job, hands_over: bool, is_remote: bool) -> None:
         request = GenerationRequest(
             str(job.index),
             tuple(_token_ids(job, self.block_size)),
             SamplingParams(max_tokens=job.request.num_output),
         )
-        seq = Sequence(request, next(self._arrivals), self._loop.now, **how)
+        seq = Sequence(
+            request,
+            next(self._arrivals),
+            self._loop.now,
+            prefill_only=hands_over,
+            hold=hands_over,
+            wants_remote_kv=is_remote,
+        )
         self._jobs[seq.request_id] = job
         self._sequences[seq.request_id] = seq
         self.scheduler.add(seq)
@@ -137,6 +144,8 @@ class ScheduledWorker:
                 return
         seconds = self._seconds(plan)
         self.busy_s += seconds
+        if plan.num_decodes:
+            self._host.gap(seconds, plan.num_decodes)
         self._loop.at(self._loop.now + seconds, self._end_step, plan)
 
     def _tell_admitted(self, seq: Sequence) -> None:

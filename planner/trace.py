@@ -1,27 +1,13 @@
-"""Request traces: who asks when, for how much, and which prompts share a prefix.
+"""A trace as the simulation uses it: who asks when, for how much, and which prompts share a
+prefix."""
 
-| format | recognised by |
-|---|---|
-| Azure 2023 CSV | columns TIMESTAMP, ContextTokens, GeneratedTokens |
-| Mooncake JSONL | keys timestamp (ms), input_length, output_length, hash_ids (512-token blocks) |
-| lengths CSV (ShareGPT, arXiv) | columns num_prefill_tokens, num_decode_tokens; needs a rate |
-
-A name that ends in .gz is unpacked on the way.
-"""
-
-import csv
-import gzip
-import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 
 from core.errors import ConfigError
-
-MOONCAKE_BLOCK = 512
-_DAY_S = 86400.0
+from loadgen.trace import MOONCAKE_BLOCK, read_trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,78 +84,24 @@ def _poisson(requests: Iterable[TraceRequest], rate: float, seed: int) -> Iterat
 
 
 def load_trace(path: str | Path, rate: float | None = None, seed: int = 0) -> Trace:
-    """Reads a trace; with `rate`, its arrivals become Poisson at that rate. Raises ConfigError
-    with the file and line of what is wrong."""
-    path = Path(path)
-    try:
-        opener = gzip.open if path.suffix == ".gz" else open
-        with opener(path, "rt", encoding="utf-8", newline="") as file:
-            head = file.readline()
-            file.seek(0)
-            trace = _read_mooncake(file, path) if head[:1] == "{" else _read_csv(file, path)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the trace {path}: {error}") from error
-    if not trace.requests:
-        raise ConfigError(f"{path}: no request asks for at least one prompt and one output token")
+    """Reads any format that `loadgen.trace` knows; with `rate`, arrivals become Poisson at that
+    rate. Raises ConfigError with the file and line of what is wrong."""
+    entries = read_trace(Path(path))
+    names: dict[int, bytes] = {}  # so that equal blocks share one object
+    requests = tuple(
+        TraceRequest(
+            entry.at_s or 0.0,
+            entry.num_prompt_tokens,
+            entry.num_output_tokens,
+            tuple(
+                names.setdefault(b, b.to_bytes(8, "little", signed=True)) for b in entry.block_ids
+            ),
+        )
+        for entry in entries
+    )
+    trace = Trace(requests, MOONCAKE_BLOCK if names else 0)
     if rate is not None:
         return trace.poisson(rate, seed)
     if not trace.rate:
         raise ConfigError(f"{path}: has lengths but no arrival times; give a rate")
     return trace
-
-
-def _read_csv(file: Iterable[str], path: Path) -> Trace:
-    rows = csv.DictReader(file)
-    columns = set(rows.fieldnames or ())
-    if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= columns:
-        parse = _azure_row
-    elif {"num_prefill_tokens", "num_decode_tokens"} <= columns:
-        parse = _lengths_row
-    else:
-        raise ConfigError(f"{path}: not a known trace; its columns are {sorted(columns)}")
-    requests = []
-    for row in rows:
-        try:
-            requests.append(parse(row))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{path}:{rows.line_num}: {error}") from error
-    return _from_zero(requests)
-
-
-def _azure_row(row: dict[str, str]) -> TraceRequest:
-    clock = datetime.fromisoformat(row["TIMESTAMP"][:26])  # it has a digit more than datetime
-    seconds = clock.toordinal() * _DAY_S + clock.hour * 3600 + clock.minute * 60
-    seconds += clock.second + clock.microsecond / 1e6
-    return TraceRequest(seconds, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
-
-
-def _lengths_row(row: dict[str, str]) -> TraceRequest:
-    return TraceRequest(0.0, int(row["num_prefill_tokens"]), int(row["num_decode_tokens"]))
-
-
-def _read_mooncake(file: Iterable[str], path: Path) -> Trace:
-    requests = []
-    names: dict[int, bytes] = {}  # so that equal hashes are one object
-    for number, line in enumerate(file, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            hashes = tuple(names.setdefault(h, h.to_bytes(8, "little")) for h in row["hash_ids"])
-            requests.append(
-                TraceRequest(
-                    row["timestamp"] / 1e3, row["input_length"], row["output_length"], hashes
-                )
-            )
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise ConfigError(f"{path}:{number}: not a Mooncake request: {error}") from error
-    return replace(_from_zero(requests), hash_block=MOONCAKE_BLOCK)
-
-
-def _from_zero(requests: list[TraceRequest]) -> Trace:
-    kept = [r for r in requests if r.num_prompt > 0 and r.num_output > 0]
-    kept.sort(key=lambda r: r.arrival)
-    start = kept[0].arrival if kept else 0.0
-    return Trace(
-        tuple(TraceRequest(r.arrival - start, r.num_prompt, r.num_output, r.hashes) for r in kept)
-    )

@@ -37,20 +37,32 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self._template = _compile(source)
+        self._tool_use_source = tool_use_source
         self._tool_use = _compile(tool_use_source) if tool_use_source else self._template
         self._special_tokens = dict(special_tokens or {})
         self._knows_developer = "developer" in source
         self._max_steps = max_steps
         self._max_seconds = max_seconds
 
+    @property
+    def knows_tools(self) -> bool:
+        return self._tool_use is not self._template or "tools" in self.source
+
+    @property
+    def tool_source(self) -> str:
+        """The template that is used with tools."""
+        return self._tool_use_source or self.source
+
     def render(
         self,
         messages: list[dict[str, Any]],
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
+        switches: dict[str, bool] | None = None,
     ) -> str:
         """The prompt text, to be encoded with `add_special_tokens=False`.
 
+        `switches` are variables of the template, like `enable_thinking`.
         Takes messages as a client sends them (`normalize_messages` is applied). Milliseconds for
         real templates, bounded for others: call it in a thread. Raises RequestError when the
         messages are wrong or the template refuses them, ModelError when the template itself
@@ -66,6 +78,7 @@ class ChatTemplate:
                 return joined(
                     template.generate(
                         **self._special_tokens,
+                        **(switches or {}),
                         messages=normal,
                         tools=tools,
                         documents=None,

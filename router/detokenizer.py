@@ -68,11 +68,14 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         include_stop: bool = False,
         track_pieces: bool = False,
+        shown_special: frozenset[int] = frozenset(),
     ) -> None:
+        """`shown_special`: special tokens that are text all the same."""
         if not all(stop):
             raise ValueError("a stop string must not be empty")
         self._tokenizer = tokenizer
         self._skips_special = skip_special_tokens
+        self._shown_special = shown_special
         self._include_stop = include_stop
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._matchers = [_StopMatcher(text) for text in dict.fromkeys(stop)]
@@ -128,11 +131,18 @@ class IncrementalDetokenizer:
     def _push_token(self, index: int) -> str:
         self._num_tokens += 1
         text = ""
-        if not (self._skips_special and self._tokenizer.is_special(index)):
+        if not self._is_hidden(index):
             text = self._decoder.decode(self._tokenizer.id_to_bytes(index))
         if self._pieces is not None:
             self._pieces.append(text)
         return self._take(text) if text else ""
+
+    def _is_hidden(self, index: int) -> bool:
+        return (
+            self._skips_special
+            and self._tokenizer.is_special(index)
+            and index not in self._shown_special
+        )
 
     def _take(self, text: str) -> str:
         """Adds decoded text; returns what may be shown."""

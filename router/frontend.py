@@ -6,7 +6,7 @@ Everything that can be wrong with a request is found here, before a worker hears
 import asyncio
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from core.errors import NotFoundError, RequestError, UnavailableError
@@ -18,6 +18,7 @@ from router.openai_protocol import MAX_CHOICES, ChatBody, CompletionBody
 from router.pipeline import Pipeline
 from router.registry import Registry
 from router.tokenizer import Tokenizer
+from router.tools import ChatReading, parse_tools
 
 # Text longer than this is tokenized in a thread, so that other streams go on meanwhile.
 _INLINE_CHARS = 4096
@@ -40,6 +41,7 @@ class Frontend:
     admission: Admission
     metrics: Metrics
     block_size: int
+    reading: ChatReading = ChatReading()
 
     def generation(self, request: TextRequest) -> Generation:
         return Generation(request, self.tokenizer, self.pipeline, self.metrics, self.block_size)
@@ -85,13 +87,26 @@ class Frontend:
         if template is None:
             raise RequestError("this model has no chat template: use /v1/completions")
 
-        def render() -> str:
-            return template.render(body.messages)
+        use = parse_tools(body.tools, body.tool_choice)
+        self.reading.check(use, template)
 
-        size = sum(len(str(message.get("content"))) for message in body.messages)
+        kwargs = body.chat_template_kwargs
+        switches = kwargs.model_dump(exclude_none=True) if kwargs is not None else None
+
+        def render() -> str:
+            return template.render(body.messages, tools=list(use.tools) or None, switches=switches)
+
+        size = sum(len(str(part)) for message in body.messages for part in message.values())
+        size += len(str(use.tools))
         text = await _offload(size, render)
         prompt = await self._encode(text, add_special_tokens=False)
-        return self._request(body, (prompt,), client_request_id)
+        request = self._request(body, (prompt,), client_request_id)
+        plan = self.reading.plan(use, text, parallel_calls=body.parallel_tool_calls is not False)
+        if plan is None:
+            return request
+        return replace(
+            request, reading=plan, shown_special=self.tokenizer.added_token_ids(plan.markers)
+        )
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         def encode() -> tuple[int, ...]:

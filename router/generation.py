@@ -11,6 +11,7 @@ from typing import Any
 
 from core.block_hash import block_hashes
 from core.types import FinishReason, SamplingParams, TokenLogprobs
+from router.chat_output import ReadingPlan
 from router.detokenizer import IncrementalDetokenizer
 from router.metrics import Metrics
 from router.pipeline import Pipeline, SequenceRequest, SequenceStats
@@ -33,6 +34,9 @@ class TextRequest:
     skip_special_tokens: bool = True
     cache_salt: str = ""
     client_request_id: str = ""
+    # Of a chat whose answer is more than content, and special tokens that tell the parts apart.
+    reading: ReadingPlan | None = None
+    shown_special: frozenset[int] = frozenset()
 
     @property
     def num_choices(self) -> int:
@@ -149,7 +153,10 @@ class _ChoiceText:
 
     def __init__(self, tokenizer: Tokenizer, request: TextRequest) -> None:
         self._detokenizer = IncrementalDetokenizer(
-            tokenizer, request.stop, request.skip_special_tokens
+            tokenizer,
+            request.stop,
+            request.skip_special_tokens,
+            shown_special=request.shown_special,
         )
         self._num_used = 0
 

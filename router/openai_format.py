@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.types import TokenLogprobs
+from router.chat_output import ChatReader, MessageDelta
 from router.generation import Delta, TextRequest, Usage
 from router.openai_protocol import ChatBody, CompletionBody
 from router.tokenizer import Tokenizer
@@ -153,6 +154,9 @@ class Formatter:
         self._chunk_head = "data: " + json.dumps(self._chunk_body)[:-1] + ', "choices": ['
         self._chunk_tail = ('], "usage": null}' if include_usage else "]}") + "\n\n"
         self._started: set[int] = set()
+        self._readers = None  # of a stream's choices
+        if request.reading is not None:
+            self._readers = [ChatReader(request.reading) for _ in range(request.num_choices)]
 
     def chunk(self, delta: Delta) -> bytes:
         """The events for one delta; nothing if it has nothing to tell."""
@@ -163,18 +167,29 @@ class Formatter:
         if delta.index not in self._started:
             self._started.add(delta.index)
             opening = self._opening(delta.index)
-        wordless = not delta.text and logprobs is None and not self._return_token_ids
-        if wordless and delta.finish_reason is None:
+        said, finish_reason = self._said(delta)
+        wordless = not said and logprobs is None and not self._return_token_ids
+        if wordless and finish_reason is None:
             return opening
         choice = {
             "index": delta.index,
-            **self._shape.delta(delta.text),
+            **(said or self._shape.delta("")),
             "logprobs": logprobs,
-            "finish_reason": delta.finish_reason,
+            "finish_reason": finish_reason,
         }
         if self._return_token_ids:
             choice["token_ids"] = delta.token_ids
         return opening + self._event(choice)
+
+    def _said(self, delta: Delta) -> tuple[dict[str, Any] | None, str | None]:
+        """The body of a chunk, if there is any, and the finish reason."""
+        finish_reason = delta.finish_reason
+        if self._readers is None:
+            return self._shape.delta(delta.text) if delta.text else None, finish_reason
+        reader = self._readers[delta.index]
+        message = reader.feed(delta.text, is_last=finish_reason is not None)
+        body = {"delta": message_delta_body(message)} if message else None
+        return body, _finish_reason(finish_reason, reader)
 
     def usage_chunk(self, usage: Usage) -> bytes:
         if not self._include_usage:
@@ -191,11 +206,18 @@ class Formatter:
             if self._logprobs is not None:
                 entries = [entry for part in parts for entry in part.logprobs or ()]
                 logprobs = self._logprobs[index].render(token_ids, entries)
+            text, finish_reason = "".join(part.text for part in parts), parts[-1].finish_reason
+            if self._request.reading is None:
+                said = self._shape.whole(text)
+            else:
+                reader = ChatReader(self._request.reading)
+                said = {"message": message_body(reader.feed(text, is_last=True))}
+                finish_reason = _finish_reason(finish_reason, reader)
             choice = {
                 "index": index,
-                **self._shape.whole("".join(part.text for part in parts)),
+                **said,
                 "logprobs": logprobs,
-                "finish_reason": parts[-1].finish_reason,
+                "finish_reason": finish_reason,
             }
             if self._return_token_ids:
                 choice["token_ids"] = token_ids
@@ -222,6 +244,53 @@ class Formatter:
 
     def _prompt_of(self, index: int) -> list[int]:
         return list(self._request.prompts[index // self._request.n])
+
+
+def message_body(message: MessageDelta) -> dict[str, Any]:
+    """A whole message of the assistant."""
+    body: dict[str, Any] = {
+        "role": "assistant",
+        "content": None if message.calls and not message.content else message.content,
+        "refusal": None,
+    }
+    if message.reasoning:
+        body["reasoning_content"] = message.reasoning
+    if message.calls:
+        body["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.calls
+        ]
+    return body
+
+
+def message_delta_body(message: MessageDelta) -> dict[str, Any]:
+    """What is new in a message, for one chunk."""
+    body: dict[str, Any] = {}
+    if message.reasoning:
+        body["reasoning_content"] = message.reasoning
+    if message.content:
+        body["content"] = message.content
+    if message.calls:
+        body["tool_calls"] = [
+            {"index": call.index, "function": {"arguments": call.arguments}}
+            if call.name is None
+            else {
+                "index": call.index,
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.calls
+        ]
+    return body
+
+
+def _finish_reason(reason: str | None, reader: ChatReader) -> str | None:
+    return "tool_calls" if reason == "stop" and reader.has_calls else reason
 
 
 def make_formatter(

@@ -24,6 +24,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from core.errors import RequestError
+from router.tools import MAX_TOOLS
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -46,15 +47,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "metadata": ({},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
     # vLLM
@@ -63,7 +61,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "guided_choice": (),
@@ -92,6 +89,13 @@ class _Body(BaseModel):
 
 class StreamOptions(_Body):
     include_usage: bool | None = None
+
+
+class TemplateSwitches(_Body):
+    """What a client may tell the model's chat template. Names as the templates have them."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
 
 
 class GenerationBody(_Body):
@@ -175,6 +179,11 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    # Checked by router.tools.
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateSwitches | None = None
 
     @property
     def num_logprobs(self) -> int | None:

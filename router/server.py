@@ -20,6 +20,7 @@ from router.placement import Placer
 from router.policy import POLICIES
 from router.registry import Registry
 from router.tokenizer import Tokenizer
+from router.tools import ChatReading
 from rpc.channel import make_server
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,9 @@ class RouterServer:
             admission=self.admission,
             metrics=metrics,
             block_size=block_size,
+            reading=ChatReading.of(
+                tokenizer.chat_template, config.router.tool_parser, config.router.reasoning_parser
+            ),
         )
         self._listener = _listen(config.router.http)
         self.http_port: int = self._listener.getsockname()[1]

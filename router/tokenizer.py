@@ -123,6 +123,11 @@ class Tokenizer:
         """How a token is shown alone; parts of a character become U+FFFD."""
         return self.id_to_bytes(index).decode("utf-8", "replace")
 
+    def added_token_ids(self, contents: Iterable[str]) -> frozenset[int]:
+        """Ids of the added tokens with these texts, as far as the vocabulary has them."""
+        wanted = frozenset(contents)
+        return frozenset(index for index, content in self._added.items() if content in wanted)
+
     def is_special(self, index: int) -> bool:
         return index in self._special
 

@@ -90,7 +90,13 @@ class WorkerRuntime:
 
     def _build_engine(self, files: ModelFiles, progress: Callable[[str], None]) -> Engine:
         settings, config = self.settings, self.settings.engine
-        model = load_model(files, settings.config.dtype, device=_device(), progress=progress)
+        model = load_model(
+            files,
+            settings.config.dtype,
+            device=_device(),
+            progress=progress,
+            max_model_len=config.max_model_len,
+        )
         shape = model.kv_block_shape(config.block_size)
         block_bytes = torch.Size(shape).numel() * model.kv_dtype.itemsize
         num_blocks = config.num_kv_blocks

@@ -46,8 +46,8 @@ class _Chunk:
 
 
 class TorchPagedAttention(AttentionBackend):
-    """Owns the step's plan and a buffer to gather into; the cache is the engine's, and must hold finite numbers
-    also where nothing was written yet, since padded keys are masked after they were read."""
+    """Owns the step's plan and a buffer to gather into. The cache is the engine's, and must hold
+    finite numbers also where nothing was written yet: padded keys are masked after being read."""
 
     def __init__(self, kv_cache: torch.Tensor, num_heads: int) -> None:
         _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape

@@ -157,7 +157,7 @@ def test_the_command_prints_json_and_writes_a_config(tmp_path):
         ({"--hardware": "abacus"}, "hardware abacus: not known; known are a100"),
         ({"--model": "llama-3.1-70b"}, "does not fit on 1 x h100"),
         ({"--slo-tpot": "0.0001"}, "no layout meets the SLO"),
-        ({"--trace": "/nowhere.csv"}, "cannot read the trace"),
+        ({"--trace": "/nowhere.csv"}, "cannot read trace"),
     ],
 )
 def test_the_command_says_what_is_wrong(tmp_path, change, message):

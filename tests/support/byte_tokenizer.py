@@ -14,7 +14,8 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer() -> Tokenizer:
+def byte_tokenizer(template: str = TEMPLATE, special: tuple[str, ...] = ()) -> Tokenizer:
+    """`special`: more special tokens, with ids from 257 on."""
     # GPT-2's alphabet: the byte's own character if printable, else one past U+0100.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -24,5 +25,7 @@ def byte_tokenizer() -> Tokenizer:
     rust = RustTokenizer(models.BPE(vocab=vocab, merges=[]))
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     rust.decoder = decoders.ByteLevel()
-    rust.add_special_tokens([AddedToken("<eos>", special=True, normalized=False)])
-    return Tokenizer(rust, eos_token_ids=(EOS,), chat_template=ChatTemplate(TEMPLATE))
+    rust.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in ("<eos>", *special)]
+    )
+    return Tokenizer(rust, eos_token_ids=(EOS,), chat_template=ChatTemplate(template))

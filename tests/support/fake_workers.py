@@ -30,6 +30,12 @@ def answer_text(prompt: str, num_tokens: int, seed: int = 0) -> str:
     return "".join(chr(answer_token(ids, index, seed)) for index in range(num_tokens))
 
 
+def says(text: str, eos: int = 256) -> Callable[[list[int], int], int]:
+    """A script for `FakeWorker.script`: this text in bytes, then EOS."""
+    data = text.encode()
+    return lambda prompt, index: data[index] if index < len(data) else eos
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """What goes wrong in one leg, after it sent `after` tokens.
@@ -394,4 +400,12 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> 
             await asyncio.sleep(0.002)
 
 
-__all__ = ["Fault", "FakeCluster", "FakeWorker", "answer_text", "answer_token", "eventually"]
+__all__ = [
+    "Fault",
+    "FakeCluster",
+    "FakeWorker",
+    "answer_text",
+    "answer_token",
+    "eventually",
+    "says",
+]

@@ -10,6 +10,7 @@ from core.config import parse_config
 from core.types import Role
 from router.pipeline import Waits
 from router.server import RouterServer
+from router.tokenizer import Tokenizer
 from support.byte_tokenizer import byte_tokenizer
 from support.fake_workers import FakeCluster, FakeWorker, eventually
 
@@ -72,6 +73,7 @@ async def running(
     colocated: int = 0,
     prepare: Callable[[FakeWorker], None] | None = None,
     waits: Waits = Waits(first_s=0.3, again_s=5.0),
+    tokenizer: Tokenizer | None = None,
 ) -> AsyncIterator[Running]:
     """A router over that many fake workers; `settings` as for --set."""
     cluster = FakeCluster()
@@ -85,7 +87,8 @@ async def running(
         for role, count in counts.items():
             for index in range(count):
                 await cluster.add(f"{role.value}-{index}", role, prepare)
-        server = RouterServer(config, MODEL, byte_tokenizer(), cluster.controller, waits)
+        tokenizer = tokenizer or byte_tokenizer()
+        server = RouterServer(config, MODEL, tokenizer, cluster.controller, waits)
         await server.start()
         url = f"http://127.0.0.1:{server.http_port}"
         async with httpx.AsyncClient(base_url=url, timeout=30) as http:
