@@ -26,16 +26,32 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
+class GrammarKind(StrEnum):
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    EBNF = "ebnf"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must look like as a text. `value` is the schema, the expression or the
+    rules (with a `root`); nothing for a JSON object of any shape."""
+
+    kind: GrammarKind
+    value: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens. The router resolves every default, so nothing here is optional
     in meaning: `seed` is always set, EOS ids are part of `stop_token_ids` unless ignored.
 
     Order of application: logit_bias, repetition (prompt + output), presence and frequency
-    (output only), min_tokens mask, temperature, top_k, top_p, min_p.
+    (output only), min_tokens mask, grammar mask, temperature, top_k, top_p, min_p.
     """
 
-    max_tokens: int
+    max_tokens: int  # 0 only with prompt_logprobs: nothing is sampled
     min_tokens: int = 0
     temperature: float = 1.0  # 0 is greedy, whatever top_k, top_p and min_p say
     top_k: int = 0  # 0 is off
@@ -48,6 +64,9 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # None: none; k: the chosen token's and the k best
     stop_token_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None  # stop tokens are then allowed only where it may end
+    # None: none; k: of every prompt token but the first its logprob and the k best there.
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,10 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> None:
         num_emitted = len(request.output_token_ids) + 1  # P's token is the first of this attempt
-        result = await KVImport(self._runtime, self._peers, request, source, outputs).run()
+        # Before P is asked for anything: a grammar that is refused ends the request here.
+        matcher = await self._runtime.matcher(request)
+        imported = KVImport(self._runtime, self._peers, request, source, outputs, matcher)
+        result = await imported.run()
         if result.finish_reason is not None:
             reason = codec.finish_to_pb(result.finish_reason)
             tokens = pb.Tokens(first_index=num_emitted, finish_reason=reason)
@@ -57,7 +60,8 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> None:
         try:
-            await self._runtime.run_on_engine(lambda e: e.add(request))
+            matcher = await self._runtime.matcher(request)
+            await self._runtime.run_on_engine(lambda e: e.add(request, matcher))
             await self._stream(outputs, len(request.output_token_ids), context)
         except BaseException:
             self._runtime.abort(request.request_id)

@@ -25,6 +25,7 @@ from core.block_hash import token_digest
 from core.errors import HandoverError, PdserveError
 from core.types import FinishReason, GenerationRequest
 from decode_worker.peers import PeerBook, PrefillPeer
+from engine.grammar import Matcher
 from kv_transfer.base import TransferInDoubt
 from kv_transfer.checksum import verify
 from rpc import codec
@@ -105,7 +106,9 @@ class KVImport:
         request: GenerationRequest,
         source: pb.PeerAddress,
         outputs: OutputStream,
+        matcher: Matcher | None = None,
     ) -> None:
+        self._matcher = matcher
         self._runtime = runtime
         self._peers = peers
         self._request = request
@@ -218,7 +221,7 @@ class KVImport:
     async def _reserve(self) -> tuple[list[int], int]:
         """Waits for blocks here; the lease keeps P's alive meanwhile. Returns the block table and
         how many blocks of it this worker's own prefix cache holds already."""
-        await self._runtime.run_on_engine(lambda e: e.add_remote(self._request))
+        await self._runtime.run_on_engine(lambda e: e.add_remote(self._request, self._matcher))
         output = await self._unless_ended(self._outputs.next())
         assert output.admitted and output.block_table is not None
         self._started.num_cached_tokens = output.num_cached_tokens

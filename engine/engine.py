@@ -8,9 +8,10 @@ import torch
 
 from core.config import EngineConfig
 from core.errors import EngineError, RequestError
-from core.types import FinishReason, GenerationRequest, KVBlockCounts, TokenLogprobs
+from core.types import GenerationRequest, KVBlockCounts, TokenLogprobs
 from engine.attention.base import StepBatch
 from engine.block_pool import BlockPool
+from engine.grammar import Matcher
 from engine.sampler import Sampler, SamplerOutput
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence, SequenceState, check_request, check_token_ids
@@ -58,17 +59,21 @@ class Engine:
 
     # ------------------------------------------------------------ requests in
 
-    def add(self, request: GenerationRequest) -> None:
-        """Prefills and decodes here. Raises RequestError."""
-        self._add(request)
+    # A request with a grammar comes with a fresh matcher of it, and is refused without.
 
-    def add_prefill(self, request: GenerationRequest, *, hold: bool = True) -> None:
+    def add(self, request: GenerationRequest, matcher: Matcher | None = None) -> None:
+        """Prefills and decodes here. Raises RequestError."""
+        self._add(request, matcher)
+
+    def add_prefill(
+        self, request: GenerationRequest, matcher: Matcher | None = None, *, hold: bool = True
+    ) -> None:
         """Computes the prompt and samples one token. With `hold` all blocks then stay pinned
         until `release`; without, or if that token ends the sequence, they are given back at
         once. Raises RequestError."""
-        self._add(request, prefill_only=True, hold=hold)
+        self._add(request, matcher, prefill_only=True, hold=hold)
 
-    def add_remote(self, request: GenerationRequest) -> None:
+    def add_remote(self, request: GenerationRequest, matcher: Matcher | None = None) -> None:
         """Waits for blocks for all tokens of the request, whose KV a peer will send. They are
         announced by an output with `admitted`; the first `num_cached_tokens` tokens need no
         sending. Then comes `start_decode`, `fall_back` or `abort`, in bounded time.
@@ -76,7 +81,7 @@ class Engine:
         Call it only once the peer has admitted the prefill: blocks are then reserved for KV
         that is certain to be computed, and two workers can never wait for each other's blocks.
         Raises RequestError."""
-        self._add(request, wants_remote_kv=True)
+        self._add(request, matcher, wants_remote_kv=True)
 
     def start_decode(self, request_id: str, first_token: int) -> None:
         """The KV of all tokens is in place. `first_token`, which the peer has emitted already,
@@ -222,10 +227,12 @@ class Engine:
     ) -> None:
         output = _output_of(seq, outputs)
         output.num_computed_tokens = seq.num_computed_tokens
+        if not seq.append(token_id):
+            self._fail(seq, outputs, "the sampled token is against the grammar")
+            return
         output.token_ids.append(token_id)
         if logprobs is not None:
-            output.logprobs = [logprobs]
-        seq.token_ids.append(token_id)
+            output.logprobs = [*(output.logprobs or ()), logprobs]
         output.finish_reason = seq.finish_reason(self.max_model_len)
         if output.finish_reason is not None:
             self._end(seq)
@@ -240,6 +247,7 @@ class Engine:
     def _add(
         self,
         request: GenerationRequest,
+        matcher: Matcher | None,
         *,
         prefill_only: bool = False,
         hold: bool = False,
@@ -255,7 +263,14 @@ class Engine:
             prefill_only=prefill_only,
             hold=hold,
             wants_remote_kv=wants_remote_kv,
+            matcher=matcher,
         )
+        if (request.sampling.grammar is None) != (matcher is None):
+            raise RequestError("a grammar needs its matcher, and a matcher its grammar")
+        if matcher is not None and not all(map(matcher.accept, request.output_token_ids)):
+            raise RequestError("the output so far is against the grammar")
+        if matcher is not None and matcher.is_terminated:
+            raise RequestError("the output so far ends the grammar: nothing is left to generate")
         self._sequences[seq.request_id] = seq
         self.scheduler.add(seq)
 
@@ -269,14 +284,14 @@ class Engine:
 
     def _append(self, seq: Sequence, token_id: int) -> None:
         """Takes over a token that somebody else has emitted."""
-        seq.token_ids.append(token_id)
-        reason: FinishReason | None = seq.finish_reason(self.max_model_len)
-        if reason is not None:
-            computed = seq.num_computed_tokens
+        output = SequenceOutput(seq.request_id, num_computed_tokens=seq.num_computed_tokens)
+        if not seq.append(token_id):
+            output.error = "the first token is against the grammar"
+        else:
+            output.finish_reason = seq.finish_reason(self.max_model_len)
+        if output.error is not None or output.finish_reason is not None:
             self._end(seq)
-            self._early.append(
-                SequenceOutput(seq.request_id, finish_reason=reason, num_computed_tokens=computed)
-            )
+            self._early.append(output)
 
     def _fail(self, seq: Sequence, outputs: dict[str, SequenceOutput], message: str) -> None:
         _output_of(seq, outputs).error = message

@@ -3,7 +3,7 @@
 import hashlib
 import struct
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,22 +37,41 @@ class Sampler:
     - Logprobs are those of the raw logits, before any adjustment.
     """
 
-    def sample(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> SamplerOutput:
-        """`logits`: float32 [num_rows, vocab_size], left as they are."""
+    def sample(
+        self,
+        logits: torch.Tensor,
+        sequences: Seq[Sequence],
+        drafted: Seq[Seq[int]] | None = None,
+    ) -> SamplerOutput:
+        """`logits`: float32 [num_rows, vocab_size], left as they are. A row with `drafted` tokens
+        is sampled as if its sequence had got them already; rows of one sequence lie together,
+        the one with most drafted tokens last, and each drafts what the one before it does and
+        one more."""
+        drafted = drafted or [()] * len(sequences)
         raw = logits
         adjusted = [row for row, seq in enumerate(sequences) if _adjusts(seq.sampling)]
         if adjusted:
             logits = logits.clone()
             for row in adjusted:
-                _adjust(logits[row], sequences[row])
+                _adjust(logits[row], sequences[row], drafted[row])
+        logits = _hold_to_grammars(logits, sequences, drafted)
         best, token_ids = logits.max(dim=-1)
         random = [row for row, seq in enumerate(sequences) if seq.sampling.temperature > 0]
         if random:
-            some = [sequences[row] for row in random]
+            params = [sequences[row].sampling for row in random]
+            dices = torch.tensor(
+                [
+                    dice(seq.sampling.seed, len(seq.token_ids) + len(drafted[row]))
+                    for row, seq in enumerate(sequences)
+                    if seq.sampling.temperature > 0
+                ],
+                dtype=torch.float64,
+                device=logits.device,
+            )
             if len(random) == len(sequences):
-                token_ids = _draw(logits, best, some)
+                token_ids = _draw(logits, best, dices, params)
             else:
-                token_ids[random] = _draw(logits[random], best[random], some)
+                token_ids[random] = _draw(logits[random], best[random], dices, params)
         chosen: list[int | None] = token_ids.tolist()
         finite: list[bool] = torch.isfinite(best).tolist()
         if not all(finite):
@@ -93,6 +112,16 @@ class _Adjustment:
         self.counts.index_add_(0, output, torch.ones_like(output, dtype=torch.float32))
         self.num_counted = len(seq.token_ids)
 
+    def with_drafted(self, drafted: Seq[int]) -> "_Adjustment":
+        """As it would be if these tokens were output."""
+        new = torch.tensor(drafted, dtype=torch.int64, device=self.seen.device)
+        ones = torch.ones_like(new, dtype=self.counts.dtype)
+        return replace(
+            self,
+            seen=self.seen.index_fill(0, new, True),
+            counts=self.counts.index_add(0, new, ones),
+        )
+
 
 def _adjusts(params: SamplingParams) -> bool:
     return bool(
@@ -104,7 +133,7 @@ def _adjusts(params: SamplingParams) -> bool:
     )
 
 
-def _adjust(row: torch.Tensor, seq: Sequence) -> None:
+def _adjust(row: torch.Tensor, seq: Sequence, drafted: Seq[int]) -> None:
     """Applies to `row` in place, in the order that SamplingParams documents: logit_bias,
     repetition penalty (Keskar et al., 2019), presence and frequency penalties, min_tokens."""
     params, state = seq.sampling, _adjustment(row, seq)
@@ -113,6 +142,8 @@ def _adjust(row: torch.Tensor, seq: Sequence) -> None:
     has_penalty = params.presence_penalty or params.frequency_penalty
     if has_penalty or params.repetition_penalty != 1.0:
         state.count_new(seq)
+        if drafted:
+            state = state.with_drafted(drafted)
     if params.repetition_penalty != 1.0:
         penalty = params.repetition_penalty
         penalised = torch.where(row > 0, row / penalty, row * penalty)
@@ -121,8 +152,13 @@ def _adjust(row: torch.Tensor, seq: Sequence) -> None:
         row.sub_(state.counts, alpha=params.frequency_penalty)
     if params.presence_penalty:
         row.sub_((state.counts > 0).to(row.dtype), alpha=params.presence_penalty)
-    if seq.num_output_tokens < params.min_tokens:
+    if seq.num_output_tokens + len(drafted) < params.min_tokens and not _may_only_end(seq):
         row[state.stop_ids] = -torch.inf
+
+
+def _may_only_end(seq: Sequence) -> bool:
+    """A grammar without any continuation wins over min_tokens."""
+    return seq.matcher is not None and seq.matcher.is_finished
 
 
 def _adjustment(row: torch.Tensor, seq: Sequence) -> _Adjustment:
@@ -139,23 +175,36 @@ def _adjustment(row: torch.Tensor, seq: Sequence) -> _Adjustment:
     return seq.sampler_state
 
 
+def _hold_to_grammars(
+    logits: torch.Tensor, sequences: Seq[Sequence], drafted: Seq[Seq[int]]
+) -> torch.Tensor:
+    """The logits with -inf for what a grammar forbids; never changes its argument."""
+    held: dict[int, tuple[Sequence, list[int]]] = {}  # rows by sequence
+    for row, seq in enumerate(sequences):
+        if seq.matcher is not None:
+            held.setdefault(id(seq), (seq, []))[1].append(row)
+    if not held:
+        return logits
+    forbidden = torch.zeros_like(logits, dtype=torch.bool)
+    for seq, rows in held.values():
+        assert seq.matcher is not None
+        forbidden[rows] = ~seq.matcher.allowed(drafted[rows[-1]]).to(logits.device)
+    return logits.masked_fill(forbidden, -torch.inf)
+
+
 # ------------------------------------------------------------------------- drawing
 
 
-def _draw(logits: torch.Tensor, best: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
+def _draw(
+    logits: torch.Tensor, best: torch.Tensor, dices: torch.Tensor, params: Seq[SamplingParams]
+) -> torch.Tensor:
     """One token for each row, all with a temperature. `best` is each row's maximum."""
     device = logits.device
-    params = [seq.sampling for seq in sequences]
     temperature = torch.tensor(
         [max(p.temperature, _MIN_TEMPERATURE) for p in params], dtype=logits.dtype, device=device
     )
     # Relative to the best token, whose weight is exactly 1: min_p compares with it directly.
     weights = (logits - best[:, None]).div_(temperature[:, None]).exp_()
-    dices = torch.tensor(
-        [dice(seq.sampling.seed, len(seq.token_ids)) for seq in sequences],
-        dtype=torch.float64,
-        device=device,
-    )
     filtered = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
     if not filtered:
         return _pick(_apply_min_p(weights, params), dices)

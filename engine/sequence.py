@@ -15,6 +15,7 @@ from typing import Any
 from core.block_hash import block_hash, root_hash
 from core.errors import RequestError
 from core.types import FinishReason, GenerationRequest, SamplingParams
+from engine.grammar import Matcher
 
 
 class SequenceState(Enum):
@@ -52,6 +53,7 @@ class Sequence:
     num_registered_blocks: int = 0  # first blocks that were offered to the prefix cache
     block_table: list[int] = field(default_factory=list)
     sampler_state: Any = None  # the sampler's own; survives preemption
+    matcher: Matcher | None = None  # has accepted every output token; survives preemption
 
     _block_hashes: list[bytes] = field(default_factory=list)
 
@@ -79,6 +81,11 @@ class Sequence:
     def is_prefilling(self) -> bool:
         return self.num_computed_tokens < self.num_prefill_tokens
 
+    def append(self, token_id: int) -> bool:
+        """One more output token, wherever it was sampled. False: its grammar forbids it."""
+        self.token_ids.append(token_id)
+        return self.matcher is None or self.matcher.accept(token_id)
+
     def block_hashes(self, num_blocks: int, block_size: int) -> list[bytes]:
         """Chained hashes of the first `num_blocks` full blocks; each is computed once in the
         life of the sequence."""
@@ -90,9 +97,11 @@ class Sequence:
         return hashes[:num_blocks]
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
-        """Why the sequence ends with the token that it got last, if it does. A stop token wins
-        over a limit that is reached by the same token."""
+        """Why the sequence ends with the token that it got last, if it does. A stop token, and a
+        grammar that nothing can follow, win over a limit that is reached by the same token."""
         if self.token_ids[-1] in self.sampling.stop_token_ids:
+            return FinishReason.STOP
+        if self.matcher is not None and self.matcher.is_finished:
             return FinishReason.STOP
         if self.num_output_tokens >= self.sampling.max_tokens:
             return FinishReason.LENGTH

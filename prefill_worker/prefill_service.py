@@ -37,7 +37,8 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         runtime = self._runtime
         with runtime.outputs.open(request.request_id) as outputs:
             try:
-                await runtime.run_on_engine(lambda e: e.add_prefill(request, hold=False))
+                matcher = await runtime.matcher(request)
+                await runtime.run_on_engine(lambda e: e.add_prefill(request, matcher, hold=False))
                 await self._until_first_token(outputs, context, None)
             except BaseException:
                 runtime.abort(request.request_id)
@@ -54,7 +55,8 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         announcer = Announcer(runtime, leases, request_id, self._checksum)
         try:
             with runtime.outputs.open(request_id) as outputs:
-                await runtime.run_on_engine(lambda e: e.add_prefill(request))
+                matcher = await runtime.matcher(request)
+                await runtime.run_on_engine(lambda e: e.add_prefill(request, matcher))
                 await self._until_first_token(outputs, context, announcer)
                 await lease.ended.wait()
             if lease.error is not None:

@@ -79,22 +79,25 @@ class Scanner:
         self.num_calls = 0
         self._parallel = parallel
         self._short_ids = short_ids
-        self._next: str | None = None
+        self._pending = ""  # read by nobody yet
+        self._has_ended = False
         self._delta = MessageDelta()
         self._blank = ""  # white space that may be the last of the content
         self._reasoning_blank = ""
 
     def send(self, character: str) -> None:
-        self._next = character
+        """The next character; "" says that there is none."""
+        self._pending += character
+        self._has_ended = not character
 
     def take_delta(self) -> MessageDelta:
         delta, self._delta = self._delta, MessageDelta()
         return delta
 
     def left_over(self) -> str:
-        """A character that was looked at and not taken."""
-        character, self._next = self._next or "", None
-        return character
+        """What was looked at and not taken."""
+        text, self._pending = self._pending, ""
+        return text
 
     def end(self) -> None:
         """No text will come."""
@@ -106,15 +109,18 @@ class Scanner:
 
     def peek(self) -> ReadingText:
         """The next character, which stays; "" at the end."""
-        while self._next is None:
+        while not self._pending and not self._has_ended:
             yield
-        return self._next
+        return self._pending[:1]
 
     def take(self) -> ReadingText:
         character = yield from self.peek()
-        if character:
-            self._next = None
+        self._pending = self._pending[1:]
         return character
+
+    def unread(self, text: str) -> None:
+        """What was taken is still to come."""
+        self._pending = text + self._pending
 
     def skip_blank(self) -> ReadingText:
         """White space, consumed."""
@@ -205,10 +211,9 @@ def read_reasoning(scanner: Scanner, is_open: bool) -> Reading:
     marker = yield from scanner.match(THINK)
     if marker != THINK:
         if not is_open:
-            scanner.content(blank + marker)
+            scanner.unread(blank + marker)
             return
-        for character in marker:
-            scanner.reason(character)
+        scanner.unread(marker)
     yield from scanner.skip_blank()
     yield from scanner.reasoning_until(END_THINK)
     yield from scanner.skip_blank()

@@ -170,7 +170,7 @@ def _read_hermes(scanner: Scanner, names: Names) -> Reading:
         blank = yield from scanner.skip_blank()
         rest = yield from scanner.match(_END_CALL)
         if rest != _END_CALL:
-            scanner.content(blank + rest)
+            scanner.unread(blank + rest)
 
 
 def _read_llama3_json(scanner: Scanner, names: Names) -> Reading:

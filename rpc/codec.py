@@ -20,9 +20,16 @@ _FINISH = {
     types.FinishReason.STOP: pb.FINISH_REASON_STOP,
     types.FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
+_GRAMMARS = {
+    types.GrammarKind.JSON_SCHEMA: pb.GRAMMAR_KIND_JSON_SCHEMA,
+    types.GrammarKind.JSON_OBJECT: pb.GRAMMAR_KIND_JSON_OBJECT,
+    types.GrammarKind.REGEX: pb.GRAMMAR_KIND_REGEX,
+    types.GrammarKind.EBNF: pb.GRAMMAR_KIND_EBNF,
+}
 _ROLES_BACK = {value: key for key, value in _ROLES.items()}
 _STATES_BACK = {value: key for key, value in _STATES.items()}
 _FINISH_BACK = {value: key for key, value in _FINISH.items()}
+_GRAMMARS_BACK = {value: key for key, value in _GRAMMARS.items()}
 
 
 def role_to_pb(role: types.Role) -> pb.Role:
@@ -74,6 +81,11 @@ def request_to_pb(request: types.GenerationRequest) -> pb.GenerationRequest:
     )
     if sampling.logprobs is not None:
         message.sampling.logprobs = sampling.logprobs
+    if sampling.prompt_logprobs is not None:
+        message.sampling.prompt_logprobs = sampling.prompt_logprobs
+    if sampling.grammar is not None:
+        message.sampling.grammar.kind = _GRAMMARS[sampling.grammar.kind]
+        message.sampling.grammar.value = sampling.grammar.value
     return message
 
 
@@ -84,7 +96,7 @@ def request_from_pb(message: pb.GenerationRequest) -> types.GenerationRequest:
         raise RequestError("request_id is empty", param="request_id")
     if not message.prompt_token_ids:
         raise RequestError("the prompt has no tokens", param="prompt_token_ids")
-    if sampling.max_tokens < 1:
+    if sampling.max_tokens < 1 and not sampling.HasField("prompt_logprobs"):
         raise RequestError("max_tokens must be at least 1", param="max_tokens")
     return types.GenerationRequest(
         request_id=message.request_id,
@@ -106,8 +118,21 @@ def request_from_pb(message: pb.GenerationRequest) -> types.GenerationRequest:
             logit_bias=dict(sampling.logit_bias),
             logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
             stop_token_ids=tuple(sampling.stop_token_ids),
+            grammar=_grammar_from_pb(sampling),
+            prompt_logprobs=(
+                sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None
+            ),
         ),
     )
+
+
+def _grammar_from_pb(sampling: pb.SamplingParams) -> types.Grammar | None:
+    if not sampling.HasField("grammar"):
+        return None
+    kind = _GRAMMARS_BACK.get(sampling.grammar.kind)
+    if kind is None:
+        raise RequestError("the grammar's kind is not known here", param="grammar")
+    return types.Grammar(kind, sampling.grammar.value)
 
 
 def token_to_pb(token_id: int, logprobs: types.TokenLogprobs | None) -> pb.Token:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13rpc/inference.proto\x12\npdserve.v1\"\xef\x05\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x30\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x10 \x01(\x0b\x32\x10.pdserve.v1.ChatH\x00\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x06 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\rH\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\t\x88\x01\x01\x12\x0e\n\x01n\x18\x0e \x01(\rH\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x0b\x88\x01\x01\x12\x12\n\nignore_eos\x18\x11 \x01(\x08\x12>\n\nlogit_bias\x18\x12 \x03(\x0b\x32*.pdserve.v1.GenerateRequest.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\x13 \x01(\r\x12\x12\n\ncache_salt\x18\x14 \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05inputB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x04\n\x02_nB\x0b\n\t_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xa7\x01\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.pdserve.v1.TokenLogprob\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.pdserve.v1.Usage\"R\n\x0cTokenLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12%\n\x03top\x18\x03 \x03(\x0b\x32\x18.pdserve.v1.TokenLogprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x0f\n\rModelsRequest\"3\n\x0eModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.pdserve.v1.Model\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r2\x95\x01\n\tInference\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12?\n\x06Models\x12\x19.pdserve.v1.ModelsRequest\x1a\x1a.pdserve.v1.ModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13rpc/inference.proto\x12\npdserve.v1\"\xf6\x06\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x30\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x10 \x01(\x0b\x32\x10.pdserve.v1.ChatH\x00\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\rH\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\n\x88\x01\x01\x12\x0e\n\x01n\x18\x0e \x01(\rH\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x0c\x88\x01\x01\x12\x12\n\nignore_eos\x18\x11 \x01(\x08\x12>\n\nlogit_bias\x18\x12 \x03(\x0b\x32*.pdserve.v1.GenerateRequest.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\x13 \x01(\r\x12\x12\n\ncache_salt\x18\x14 \x01(\t\x12\x15\n\x0bjson_schema\x18\x15 \x01(\tH\x01\x12\x15\n\x0bjson_object\x18\x16 \x01(\x08H\x01\x12\x0f\n\x05regex\x18\x17 \x01(\tH\x01\x12\x0e\n\x04\x65\x62nf\x18\x18 \x01(\tH\x01\x12)\n\x06\x63hoice\x18\x19 \x01(\x0b\x32\x17.pdserve.v1.TextChoicesH\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05inputB\x0b\n\tstructureB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x04\n\x02_nB\x0b\n\t_logprobs\"\x1c\n\x0bTextChoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xa7\x01\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.pdserve.v1.TokenLogprob\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.pdserve.v1.Usage\"R\n\x0cTokenLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12%\n\x03top\x18\x03 \x03(\x0b\x32\x18.pdserve.v1.TokenLogprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x0f\n\rModelsRequest\"3\n\x0eModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.pdserve.v1.Model\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r2\x95\x01\n\tInference\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12?\n\x06Models\x12\x19.pdserve.v1.ModelsRequest\x1a\x1a.pdserve.v1.ModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,27 +34,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
   _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_GENERATEREQUEST']._serialized_start=36
-  _globals['_GENERATEREQUEST']._serialized_end=787
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=575
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=623
-  _globals['_TOKENIDS']._serialized_start=789
-  _globals['_TOKENIDS']._serialized_end=812
-  _globals['_CHAT']._serialized_start=814
-  _globals['_CHAT']._serialized_end=863
-  _globals['_CHATMESSAGE']._serialized_start=865
-  _globals['_CHATMESSAGE']._serialized_end=909
-  _globals['_GENERATERESPONSE']._serialized_start=912
-  _globals['_GENERATERESPONSE']._serialized_end=1079
-  _globals['_TOKENLOGPROB']._serialized_start=1081
-  _globals['_TOKENLOGPROB']._serialized_end=1163
-  _globals['_USAGE']._serialized_start=1165
-  _globals['_USAGE']._serialized_end=1245
-  _globals['_MODELSREQUEST']._serialized_start=1247
-  _globals['_MODELSREQUEST']._serialized_end=1262
-  _globals['_MODELSRESPONSE']._serialized_start=1264
-  _globals['_MODELSRESPONSE']._serialized_end=1315
-  _globals['_MODEL']._serialized_start=1317
-  _globals['_MODEL']._serialized_end=1359
-  _globals['_INFERENCE']._serialized_start=1362
-  _globals['_INFERENCE']._serialized_end=1511
+  _globals['_GENERATEREQUEST']._serialized_end=922
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=697
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=745
+  _globals['_TEXTCHOICES']._serialized_start=924
+  _globals['_TEXTCHOICES']._serialized_end=952
+  _globals['_TOKENIDS']._serialized_start=954
+  _globals['_TOKENIDS']._serialized_end=977
+  _globals['_CHAT']._serialized_start=979
+  _globals['_CHAT']._serialized_end=1028
+  _globals['_CHATMESSAGE']._serialized_start=1030
+  _globals['_CHATMESSAGE']._serialized_end=1074
+  _globals['_GENERATERESPONSE']._serialized_start=1077
+  _globals['_GENERATERESPONSE']._serialized_end=1244
+  _globals['_TOKENLOGPROB']._serialized_start=1246
+  _globals['_TOKENLOGPROB']._serialized_end=1328
+  _globals['_USAGE']._serialized_start=1330
+  _globals['_USAGE']._serialized_end=1410
+  _globals['_MODELSREQUEST']._serialized_start=1412
+  _globals['_MODELSREQUEST']._serialized_end=1427
+  _globals['_MODELSRESPONSE']._serialized_start=1429
+  _globals['_MODELSRESPONSE']._serialized_end=1480
+  _globals['_MODEL']._serialized_start=1482
+  _globals['_MODEL']._serialized_end=1524
+  _globals['_INFERENCE']._serialized_start=1527
+  _globals['_INFERENCE']._serialized_end=1676
 # @@protoc_insertion_point(module_scope)

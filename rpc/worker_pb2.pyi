@@ -22,6 +22,14 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
     WORKER_STATE_DEAD: _ClassVar[WorkerState]
 
+class GrammarKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GRAMMAR_KIND_UNSPECIFIED: _ClassVar[GrammarKind]
+    GRAMMAR_KIND_JSON_SCHEMA: _ClassVar[GrammarKind]
+    GRAMMAR_KIND_JSON_OBJECT: _ClassVar[GrammarKind]
+    GRAMMAR_KIND_REGEX: _ClassVar[GrammarKind]
+    GRAMMAR_KIND_EBNF: _ClassVar[GrammarKind]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -36,6 +44,11 @@ WORKER_STATE_STARTING: WorkerState
 WORKER_STATE_READY: WorkerState
 WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_DEAD: WorkerState
+GRAMMAR_KIND_UNSPECIFIED: GrammarKind
+GRAMMAR_KIND_JSON_SCHEMA: GrammarKind
+GRAMMAR_KIND_JSON_OBJECT: GrammarKind
+GRAMMAR_KIND_REGEX: GrammarKind
+GRAMMAR_KIND_EBNF: GrammarKind
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -96,7 +109,7 @@ class WatchStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("state", "kv_blocks", "requests_running", "requests_waiting", "tokens_prefilled_total", "tokens_decoded_total", "prefix_hit_tokens_total", "kv_bytes_sent_total", "kv_bytes_received_total", "transfers_ok_total", "transfers_failed_total", "transport", "waiting_prefill_tokens", "seconds_since_progress", "preemptions_total", "aborts_total")
+    __slots__ = ("state", "kv_blocks", "requests_running", "requests_waiting", "tokens_prefilled_total", "tokens_decoded_total", "prefix_hit_tokens_total", "kv_bytes_sent_total", "kv_bytes_received_total", "transfers_ok_total", "transfers_failed_total", "transport", "waiting_prefill_tokens", "seconds_since_progress", "preemptions_total", "aborts_total", "tokens_drafted_total", "tokens_draft_accepted_total")
     STATE_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +126,8 @@ class WorkerStatus(_message.Message):
     SECONDS_SINCE_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     ABORTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_DRAFTED_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_DRAFT_ACCEPTED_TOTAL_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     kv_blocks: KvBlockCounts
     requests_running: int
@@ -129,7 +144,9 @@ class WorkerStatus(_message.Message):
     seconds_since_progress: float
     preemptions_total: int
     aborts_total: int
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., kv_blocks: _Optional[_Union[KvBlockCounts, _Mapping]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_prefilled_total: _Optional[int] = ..., tokens_decoded_total: _Optional[int] = ..., prefix_hit_tokens_total: _Optional[int] = ..., kv_bytes_sent_total: _Optional[int] = ..., kv_bytes_received_total: _Optional[int] = ..., transfers_ok_total: _Optional[int] = ..., transfers_failed_total: _Optional[int] = ..., transport: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., seconds_since_progress: _Optional[float] = ..., preemptions_total: _Optional[int] = ..., aborts_total: _Optional[int] = ...) -> None: ...
+    tokens_drafted_total: int
+    tokens_draft_accepted_total: int
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., kv_blocks: _Optional[_Union[KvBlockCounts, _Mapping]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_prefilled_total: _Optional[int] = ..., tokens_decoded_total: _Optional[int] = ..., prefix_hit_tokens_total: _Optional[int] = ..., kv_bytes_sent_total: _Optional[int] = ..., kv_bytes_received_total: _Optional[int] = ..., transfers_ok_total: _Optional[int] = ..., transfers_failed_total: _Optional[int] = ..., transport: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., seconds_since_progress: _Optional[float] = ..., preemptions_total: _Optional[int] = ..., aborts_total: _Optional[int] = ..., tokens_drafted_total: _Optional[int] = ..., tokens_draft_accepted_total: _Optional[int] = ...) -> None: ...
 
 class KvBlockCounts(_message.Message):
     __slots__ = ("total", "free", "cached", "running", "held", "awaiting")
@@ -156,7 +173,7 @@ class DrainResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "stop_token_ids")
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "stop_token_ids", "grammar", "prompt_logprobs")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +194,8 @@ class SamplingParams(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     min_tokens: int
     temperature: float
@@ -190,7 +209,25 @@ class SamplingParams(_message.Message):
     logit_bias: _containers.ScalarMap[int, float]
     logprobs: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    grammar: Grammar
+    prompt_logprobs: int
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+
+class Grammar(_message.Message):
+    __slots__ = ("kind", "value")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    kind: GrammarKind
+    value: str
+    def __init__(self, kind: _Optional[_Union[GrammarKind, str]] = ..., value: _Optional[str] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("first_index", "tokens")
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    first_index: int
+    tokens: _containers.RepeatedCompositeFieldContainer[Token]
+    def __init__(self, first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
 
 class GenerationRequest(_message.Message):
     __slots__ = ("request_id", "prompt_token_ids", "output_token_ids", "sampling", "cache_salt", "client_request_id")
@@ -237,12 +274,14 @@ class PrefillRequest(_message.Message):
     def __init__(self, request: _Optional[_Union[GenerationRequest, _Mapping]] = ..., incarnation: _Optional[str] = ..., hand_over: _Optional[bool] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
-    __slots__ = ("started", "first_token")
+    __slots__ = ("started", "first_token", "prompt_logprobs")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     started: PrefillStarted
     first_token: FirstToken
-    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: PromptLogprobs
+    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class PrefillStarted(_message.Message):
     __slots__ = ("num_cached_tokens", "queue_seconds")
@@ -283,12 +322,14 @@ class PeerAddress(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
-    __slots__ = ("started", "tokens")
+    __slots__ = ("started", "tokens", "prompt_logprobs")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     started: DecodeStarted
     tokens: Tokens
-    def __init__(self, started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: PromptLogprobs
+    def __init__(self, started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class DecodeStarted(_message.Message):
     __slots__ = ("num_cached_tokens", "num_transferred_tokens", "kv_bytes", "queue_seconds", "kv_transfer_seconds", "kv_tail_seconds")

