@@ -58,7 +58,7 @@ def headline(verdict: Verdict) -> str:
 
 def verdict_table(verdict: Verdict, base: str, candidate: str) -> Table:
     """Medians, with the range of the repetitions."""
-    names = {"base": base, "candidate": candidate, None: "inside the noise"}
+    names = {"base": base, "candidate": candidate, None: "not clear"}
     rows = []
     for c in verdict.comparisons:
         factor = 1e3 if c.metric.unit == "ms" else 1.0

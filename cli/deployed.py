@@ -52,9 +52,10 @@ class Deployed:
         return self._get("/metrics").text
 
     def stop(self) -> None:
-        """Ends it as Ctrl-C would; kills what is left of its process group if that fails."""
+        """Ends it in order; kills what is left of its process group if that fails."""
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+            # Not SIGINT, which a shell in the background may have taught us all to ignore.
+            self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_STOP_TIMEOUT_S)
         with contextlib.suppress(ProcessLookupError):

@@ -5,13 +5,19 @@ It is a plain asyncio object, so that any process may own it: the `pdserve up` c
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import Any
 
-from cluster.sizing import bundle_for, share_of
-from cluster.view import ClusterService, ViewPublisher
+import ray
+
+from cluster.operations import Operations
+from cluster.service import ClusterService
+from cluster.sizing import bundle_for, check_room, local_bundle, share_of
+from cluster.view import ViewPublisher
 from cluster.worker_slot import SlotOptions, WorkerSlot
 from core.config import Config
-from core.errors import PdserveError, UnavailableError
+from core.errors import ConfigError, PdserveError, RequestError, UnavailableError
+from core.host import available_memory
 from core.types import Role
 from core.worker_settings import WorkerSettings
 from rpc import cluster_pb2_grpc
@@ -22,27 +28,38 @@ logger = logging.getLogger(__name__)
 
 class Controller:
     """Owns every worker of one deployment, from `start` to `stop`, and the service that tells
-    routers about them. Needs a running Ray. After `stop` nothing that it started is left."""
+    routers about them and takes operations. Needs a running Ray. `config` is the wanted state;
+    operations change it. After `stop` nothing that it started is left."""
 
-    def __init__(self, config: Config, options: SlotOptions) -> None:
+    def __init__(
+        self, config: Config, options: SlotOptions, model_path: Path | None = None
+    ) -> None:
+        """`model_path`: of the weights, to know whether more workers fit on this machine."""
         self.config = config
         self.publisher = ViewPublisher()
         self.shutdown_requested = asyncio.Event()
         self.address = ""
+        self.operations = Operations(self, options.drain_grace_s, options.settle_s)
         self._options = options
+        self._model_path = model_path
         self._slots: dict[str, WorkerSlot] = {}
+        self._leaving: dict[str, WorkerSlot] = {}  # draining: not wanted, not gone yet
         self._server: Any = None
 
-    async def start(self, host: str = "127.0.0.1") -> None:
-        """Binds the service on a free port of `host` and begins to start all workers, at once."""
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Binds the service, on a free port if it is 0, and begins to start all workers, at
+        once. Raises UnavailableError if it cannot be bound."""
         self._server = make_server()
-        service = ClusterService(self.publisher, self.shutdown_requested)
+        service = ClusterService(self)
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(service, self._server)
-        self.address = f"{host}:{self._server.add_insecure_port(f'{host}:0')}"
+        try:
+            self.address = f"{host}:{self._server.add_insecure_port(f'{host}:{port}')}"
+        except RuntimeError as error:
+            raise UnavailableError(f"the controller cannot bind {host}:{port}") from error
         await self._server.start()
         for pool in self.config.active_pools:
-            for index in range(getattr(self.config.pools, pool).replicas):
-                self._add_slot(pool, index)
+            for _ in range(getattr(self.config.pools, pool).replicas):
+                self._add_slot(pool, self.config)
 
     async def wait_ready(self) -> None:
         """Returns when every worker has been ready once. Raises as soon as one cannot: a wrong
@@ -52,6 +69,8 @@ class Controller:
             return
         done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
         for future in done:
+            if future.cancelled():  # taken away before it was ready
+                continue
             error = future.exception()
             if isinstance(error, PdserveError):
                 log = f"; see {self._options.log_dir}" if self._options.log_dir else ""
@@ -61,24 +80,76 @@ class Controller:
 
     async def stop(self, grace_s: float) -> None:
         """Ends all workers together, within about `grace_s`, then the service. Idempotent."""
-        slots, self._slots = list(self._slots.values()), {}
+        await self.operations.stop()
+        slots = [*self._slots.values(), *self._leaving.values()]
+        self._slots, self._leaving = {}, {}
         await asyncio.gather(*(slot.stop(grace_s) for slot in slots), return_exceptions=True)
         if self._server is not None:
             await self._server.stop(None)
             self._server = None
 
-    def _add_slot(self, pool: str, index: int) -> None:
-        is_local = self.config.ray.address is None
-        share = share_of(self.config, pool, is_local)
+    # ------------------------------------------------------------ the fleet
+
+    def workers(self, pool: str) -> list[WorkerSlot]:
+        """Those of a pool that are wanted, oldest first."""
+        return [slot for slot in self._slots.values() if slot.pool == pool]
+
+    def add(self, pool: str, config: Config, is_trial: bool) -> WorkerSlot:
+        """Begins to start one more worker. Raises RequestError if this machine cannot hold it."""
+        try:
+            self._check_room(config)
+        except ConfigError as error:
+            raise RequestError(error.message) from error
+        return self._add_slot(pool, config, is_trial)
+
+    async def has_room(self, pool: str, config: Config) -> bool:
+        """Whether one more worker has a place now. On a cluster of several nodes the free sum
+        may be spread too thin; then the placement itself says so."""
+        try:
+            self._check_room(config)
+        except ConfigError:
+            return False
+        free = await asyncio.to_thread(ray.available_resources)
+        bundle = self._bundle(pool, config)
+        return all(free.get(name, 0.0) >= amount for name, amount in bundle.items())
+
+    async def remove(self, slot: WorkerSlot, grace_s: float) -> bool:
+        """Drains and ends a worker. False if something ran on when the grace was over."""
+        self._slots.pop(slot.id, None)
+        self._leaving[slot.id] = slot
+        try:
+            is_quiet = await slot.drain(grace_s)
+        finally:
+            await slot.stop(0.0)
+            self._leaving.pop(slot.id, None)
+        return is_quiet
+
+    def _check_room(self, config: Config) -> None:
+        is_measured = self._model_path is not None and config.ray.address is None
+        if is_measured and not any(
+            getattr(config.pools, pool).resources.get("GPU") for pool in config.active_pools
+        ):
+            check_room(config, self._model_path, 1, available_memory())
+
+    def _bundle(self, pool: str, config: Config) -> dict[str, float]:
+        bundle = bundle_for(getattr(config.pools, pool))
+        return local_bundle(bundle) if config.ray.address is None else bundle
+
+    def _add_slot(self, pool: str, config: Config, is_trial: bool = False) -> WorkerSlot:
+        is_local = config.ray.address is None
+        share = share_of(config, pool, is_local)
+        taken = {*self._slots, *self._leaving}
+        index = next(i for i in range(len(taken) + 1) if f"{pool}-{i}" not in taken)
         settings = WorkerSettings(
             worker_id=f"{pool}-{index}",
             role=Role(pool),
-            config=self.config,
+            config=config,
             host="127.0.0.1" if is_local else "",
             num_threads=share.num_threads,
             kv_memory_bytes=share.kv_memory_bytes,
         )
-        bundle = bundle_for(getattr(self.config.pools, pool))
-        self._slots[settings.worker_id] = WorkerSlot(
-            settings, bundle, self.publisher, self._options
+        slot = WorkerSlot(
+            settings, self._bundle(pool, config), self.publisher, self._options, is_trial
         )
+        self._slots[slot.id] = slot
+        return slot

@@ -22,12 +22,13 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
 import ray  # noqa: E402
 
 from cluster.process_tree import ProcessId, adopt_orphans, descendants, end_all, identify, name_of  # noqa: E402
-from cluster.sizing import bundle_for  # noqa: E402
+from cluster.sizing import LOCAL_CPU, bundle_for, local_bundle  # noqa: E402
 from cluster.worker_slot import NAMESPACE  # noqa: E402
 from core.config import Config  # noqa: E402
 from core.errors import ConfigError, PdserveError, UnavailableError  # noqa: E402
 
 _OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; no KV and no token passes through it
+_UNLIMITED = 1e6
 _END_PATIENCE_S = 8.0
 _HEAD_NAMES = {"gcs_server", "raylet"}
 _INIT_OPTIONS: dict[str, Any] = {
@@ -103,6 +104,7 @@ def _start_local(config: Config, session: RaySession) -> None:
     ray.init(
         address="local",
         num_cpus=_cpus_needed(config),
+        resources={LOCAL_CPU: _UNLIMITED},
         object_store_memory=_OBJECT_STORE_BYTES,
         include_dashboard=False,
         _temp_dir=str(session.temp_dir),
@@ -118,7 +120,7 @@ def _bundles(config: Config) -> list[dict[str, float]]:
 
 
 def _cpus_needed(config: Config) -> int:
-    """A local Ray counts CPUs for the reservations alone; threads are shared out elsewhere."""
+    """As many processes are started ahead of the workers that will live in them."""
     return max(1, math.ceil(sum(bundle.get("CPU", 0) for bundle in _bundles(config))))
 
 
@@ -126,7 +128,7 @@ def _refuse_impossible(config: Config) -> None:
     """On one machine nothing will come later: what is not there now is an error now."""
     total = ray.cluster_resources()
     needed: dict[str, float] = {}
-    for bundle in _bundles(config):
+    for bundle in map(local_bundle, _bundles(config)):
         for name, amount in bundle.items():
             needed[name] = needed.get(name, 0) + amount
     lacking = [

@@ -11,6 +11,7 @@ from core.host import default_kv_memory
 
 GIB = 1 << 30
 WORKER_OVERHEAD_BYTES = 600 << 20  # interpreter, torch, activations; measured 450 to 600 MB
+LOCAL_CPU = "pdserve_cpu"
 RAY_OVERHEAD_BYTES = 600 << 20  # Ray's own processes of a local cluster; measured 550 MB
 
 
@@ -32,6 +33,12 @@ def bundle_for(pool: PoolConfig) -> dict[str, float]:
     if not bundle or any(amount < 0 for amount in bundle.values()):
         raise ConfigError(f"pools: resources must be positive and not all 0, got {pool.resources}")
     return bundle
+
+
+def local_bundle(bundle: dict[str, float]) -> dict[str, float]:
+    """The same on a Ray of our own. There CPUs only order who gets how many threads, and pools
+    may grow while it runs: they are counted in a resource that never runs out."""
+    return {LOCAL_CPU if name == "CPU" else name: amount for name, amount in bundle.items()}
 
 
 def share_of(config: Config, pool_name: str, is_local: bool) -> HostShare:
@@ -80,4 +87,18 @@ def check_memory(config: Config, model_path: Path, available_bytes: int) -> None
             f"{(weights + kv + WORKER_OVERHEAD_BYTES) / GIB:.1f} GiB (weights {weights / GIB:.1f}, "
             f"KV blocks {kv / GIB:.1f}) and Ray need about {needed / GIB:.1f} GiB, "
             f"{available_bytes / GIB:.1f} GiB are available"
+        )
+
+
+def check_room(config: Config, model_path: Path, num_new: int, available_bytes: int) -> None:
+    """Raises ConfigError if so many more workers of a local deployment do not fit."""
+    needed = num_new * (
+        weights_bytes(model_path, config.dtype)
+        + default_kv_memory(num_workers(config))
+        + WORKER_OVERHEAD_BYTES
+    )
+    if needed > available_bytes:
+        raise ConfigError(
+            f"too little memory for {num_new} more worker{'s' * (num_new != 1)}: about "
+            f"{needed / GIB:.1f} GiB are needed, {available_bytes / GIB:.1f} GiB are available"
         )

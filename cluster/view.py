@@ -1,14 +1,10 @@
-"""The published picture of the cluster, and the gRPC service that publishes it."""
+"""The published picture of the cluster."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator
 
-import grpc
-
 from rpc import cluster_pb2 as pb
-from rpc import cluster_pb2_grpc
-from rpc.status import translated_errors
 
 REFRESH_S = 5.0  # a view without a change is sent this often, so that a dead controller is noticed
 
@@ -51,25 +47,3 @@ class ViewPublisher:
         self._version += 1
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
-    """Watch for routers, Shutdown for `pdserve down`. Shutdown only asks: the owner of the
-    controller stops everything, and the caller waits for its process to end."""
-
-    def __init__(self, publisher: ViewPublisher, shutdown_requested: asyncio.Event) -> None:
-        self._publisher = publisher
-        self._shutdown_requested = shutdown_requested
-
-    async def Watch(
-        self, request: pb.WatchRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.ClusterView]:
-        async with translated_errors(context):
-            async for view in self._publisher.watch():
-                yield view
-
-    async def Shutdown(
-        self, request: pb.ShutdownRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ShutdownResponse:
-        self._shutdown_requested.set()
-        return pb.ShutdownResponse()

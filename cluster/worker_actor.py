@@ -26,6 +26,7 @@ WORKER_CLASSES = {
 # After a crash of the engine the actor lives this long, for its owner to read why.
 _LAST_WORDS_S = 5.0
 _PARENT_CHECK_S = 1.0
+_ANSWER_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,22 @@ class WorkerActor:
         asyncio.get_running_loop().call_later(_LAST_WORDS_S, os._exit, 1)
         return f"{type(reason).__name__}: {reason}"
 
+    async def drain(self, grace_s: float) -> bool:
+        """Takes nothing new. Returns True as soon as nothing runs here any more, False when the
+        grace has run out before that."""
+        return self._worker is None or await self._worker.drain(grace_s)
+
+    async def num_requests(self) -> int:
+        """Requests that are here now, in whatever stage."""
+        return 0 if self._worker is None else self._worker.num_requests
+
     async def stop(self, grace_s: float) -> None:
-        """Ends what runs and closes everything, within about `grace_s`."""
+        """Ends what runs and closes everything, within about `grace_s`. A moment after the answer
+        the process exits with 0."""
         if self._worker is not None:
             await self._worker.stop(grace_s)
+        logger.info("stopped")
+        asyncio.get_running_loop().call_later(_ANSWER_S, os._exit, 0)
 
     def _report(self, what: str) -> None:
         self._progress = what

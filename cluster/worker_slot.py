@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "pdserve"
 _PROGRESS_EVERY_S = 0.3
 _CALL_TIMEOUT_S = 10.0
+_EXIT_S = 3.0  # from a worker's answer that it has stopped to the end of its process
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class SlotOptions:
     log_dir: str | None = None
     placement_timeout_s: float = 60.0
     start_timeout_s: float = 900.0
+    drain_grace_s: float = 30.0  # for what runs on a worker that goes; then it is resumed elsewhere
+    settle_s: float = 1.0  # a new worker must stay up so long before an old one goes for it
     backoff: Backoff = field(default_factory=Backoff)
     # By role value, "module:Class"; a role that is not named here has its usual class.
     worker_classes: dict[str, str] = field(default_factory=dict)
@@ -58,8 +61,12 @@ class WorkerSlot:
         bundle: dict[str, float],
         publisher: ViewPublisher,
         options: SlotOptions,
+        is_trial: bool = False,
     ) -> None:
+        """`is_trial`: the first death before it was ready is the answer; nobody waits for more."""
         self.settings = settings
+        self.pool = settings.role.value
+        self._is_trial = is_trial
         self.first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.first_ready.add_done_callback(lambda f: f.cancelled() or f.exception())
         self._bundle = bundle
@@ -75,6 +82,34 @@ class WorkerSlot:
         self._publish(WorkerState.STARTING, "waiting for resources")
         self._task = asyncio.create_task(self._run(), name=f"slot {settings.worker_id}")
 
+    @property
+    def id(self) -> str:
+        return self.settings.worker_id
+
+    @property
+    def is_ready(self) -> bool:
+        return self._entry.state == worker_pb.WORKER_STATE_READY
+
+    async def num_requests(self) -> int:
+        """Requests on it now; 0 for a worker that does not answer."""
+        if self._actor is None or not self.is_ready:
+            return 0
+        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
+            return int(await _call(self._actor.num_requests.remote(), _CALL_TIMEOUT_S))
+        return 0
+
+    async def drain(self, grace_s: float) -> bool:
+        """Takes nothing new and waits for what runs there, up to the grace. The worker is not
+        started again; `stop` comes next. Returns False if something was still running."""
+        self._is_stopping = True
+        if self._actor is None or not self.is_ready:
+            return True
+        self._publish(WorkerState.DRAINING, "draining")  # routers place nothing more there
+        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
+            call = self._actor.drain.remote(grace_s)
+            return bool(await _call(call, grace_s + _CALL_TIMEOUT_S))
+        return False
+
     async def stop(self, grace_s: float) -> None:
         """Ends the worker for good: asked first, killed after the grace. Idempotent."""
         self._is_stopping = True
@@ -83,6 +118,7 @@ class WorkerSlot:
         if self._actor is not None:
             with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
                 await _call(self._actor.stop.remote(grace_s), grace_s + _CALL_TIMEOUT_S)
+                await asyncio.wait([self._task], timeout=_EXIT_S)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self.first_ready.cancel()
@@ -100,7 +136,8 @@ class WorkerSlot:
             hopeless = isinstance(error, ConfigError | PlacementError)
             if hopeless:
                 pause = self._backoff.longest_s
-            if (hopeless or self._backoff.is_crash_loop) and not self.first_ready.done():
+            is_answer = hopeless or self._is_trial or self._backoff.is_crash_loop
+            if is_answer and not self.first_ready.done():
                 self.first_ready.set_exception(error)
             if self._is_stopping:
                 return
@@ -174,6 +211,7 @@ class WorkerSlot:
         self._publish(WorkerState.READY)
         if not self.first_ready.done():
             self.first_ready.set_result(None)
+        self._is_trial = False
 
     # ------------------------------------------------------------ the view
 

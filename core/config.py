@@ -37,8 +37,8 @@ class EngineConfig(_Section):
     max_num_seqs: Positive = 64
     max_num_batched_tokens: Positive = 2048
     enable_prefix_caching: bool = True
-    kv_cache_dtype: Literal["auto"] = "auto"
-    quantization: Literal["none"] = "none"
+    kv_cache_dtype: Literal["auto", "bf16", "int8", "fp8_e4m3"] = "auto"
+    quantization: Literal["none", "int8", "int4"] = "none"
     threads: Positive | Literal["auto"] = "auto"
 
 
@@ -68,7 +68,7 @@ class RouterConfig(_Section):
     # Of the answers of a chat: auto takes the format that the chat template shows.
     tool_parser: Literal["auto", "hermes", "llama3_json", "pythonic", "mistral"] = "auto"
     reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = None
-    api_keys_file: None = None
+    api_keys_file: str | None = None
     max_attempts: Annotated[int, Field(ge=1, le=10)] = 3
     max_concurrent_requests: Positive = 1024
     max_body_bytes: Positive = 8 * 1024 * 1024

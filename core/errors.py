@@ -3,10 +3,12 @@
     PdserveError                      500 INTERNAL
     +- ConfigError                    exit code 1, never crosses a wire
     +- ModelError                     exit code 1, never crosses a wire
+    +- AuthenticationError            401 UNAUTHENTICATED      no key, or a wrong one
     +- RequestError                   400 INVALID_ARGUMENT     the client's input is wrong
     |  +- NotFoundError               404 NOT_FOUND            unknown model or route
     |  +- TooLargeError               413 OUT_OF_RANGE         body over the limit
     +- OverloadedError                429 RESOURCE_EXHAUSTED   try again later
+    |  +- RateLimitError              429 RESOURCE_EXHAUSTED   this client has used its share
     +- UnavailableError               503 UNAVAILABLE          no worker can serve, or it was lost
     |  +- HandoverError               503 ABORTED              KV did not arrive whole
     |  +- StalePeerError              503 FAILED_PRECONDITION  names an incarnation that is gone
@@ -52,6 +54,15 @@ class RequestError(PdserveError):
     error_type = "invalid_request_error"
 
 
+class AuthenticationError(PdserveError):
+    """A public call has no API key, or an unknown one."""
+
+    http_status = 401
+    grpc_status = "UNAUTHENTICATED"
+    error_type = "invalid_request_error"
+    code = "invalid_api_key"
+
+
 class NotFoundError(RequestError):
     http_status = 404
     grpc_status = "NOT_FOUND"
@@ -73,6 +84,12 @@ class OverloadedError(PdserveError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RateLimitError(OverloadedError):
+    """One client has used its share; others are served."""
+
+    code = "rate_limit_exceeded"
 
 
 class UnavailableError(PdserveError):

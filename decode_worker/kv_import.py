@@ -1,4 +1,4 @@
-"""The decode worker's side of a hand-over.
+"""Drives the decode worker's side of a hand-over: `kv_transfer.receive` decides, this acts.
 
     attach to P                         the lease: P keeps the blocks as long as the stream lives
     <- admitted: P's block ids          P has its blocks and will run to the end; only now
@@ -7,9 +7,6 @@
     <- commit: tokens, checksums        pull the rest, verify
     release at P -> pinned?             the fence: only a "yes" makes the KV ours
     start decoding
-
-Until the fence has answered yes, every way out gives the reserved blocks back, and not before the
-wire is quiet: a copy in flight must never land in somebody else's block.
 """
 
 import asyncio
@@ -17,17 +14,19 @@ import logging
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import grpc
 
 from core.block_hash import token_digest
-from core.errors import HandoverError, PdserveError
+from core.errors import CancelledByPeerError, HandoverError
 from core.types import FinishReason, GenerationRequest
 from decode_worker.peers import PeerBook, PrefillPeer
 from engine.grammar import Matcher
-from kv_transfer.base import TransferInDoubt
+from kv_transfer.base import TransferInDoubt, settled
 from kv_transfer.checksum import verify
+from kv_transfer.events import Admitted, Commit, Event, Finished, Ready
+from kv_transfer.receive import Receive, ReceiveState
 from rpc import codec
 from rpc import worker_pb2 as pb
 from rpc.status import error_from_rpc
@@ -36,8 +35,8 @@ from worker.runtime import WorkerRuntime, now
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 _RELEASE_SECONDS = 5.0
+_MAX_PULLS = 256  # that are reported one by one
 
 
 @dataclass(slots=True)
@@ -48,56 +47,9 @@ class ImportResult:
     finish_reason: FinishReason | None = None
 
 
-class _Finished(Exception):
-    """P's first token was the last: there is nothing to hand over."""
-
-    def __init__(self, reason: FinishReason | None) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-class _Announced:
-    """What P has announced so far. `changed` says that something is new, `ended` that nothing
-    more will come, and why is in `error`."""
-
-    def __init__(self) -> None:
-        self.block_ids: list[int] | None = None
-        self.num_ready = 0
-        self.commit: pb.KvCommit | None = None
-        self.error: PdserveError | _Finished | None = None
-        self.changed = asyncio.Event()
-        self.ended = asyncio.Event()
-
-    def apply(self, event: pb.KvEvent) -> None:
-        match event.WhichOneof("event"):
-            case "admitted":
-                self.block_ids = list(event.admitted.block_ids)
-            case "ready":
-                self.num_ready = event.ready.num_ready_blocks
-            case "commit":
-                self.commit = event.commit
-            case "finished":
-                self.end(_Finished(codec.finish_from_pb(event.finished.finish_reason)))
-        self.changed.set()
-
-    def end(self, error: PdserveError | _Finished) -> None:
-        if self.error is None:
-            self.error = error
-        self.ended.set()
-        self.changed.set()
-
-    async def wait(self) -> None:
-        """Returns when something is new since the caller looked (it must not have awaited in
-        between); raises what went wrong at P or on the way."""
-        self.changed.clear()
-        if self.error is None:
-            await self.changed.wait()
-        if self.error is not None:
-            raise self.error
-
-
 class KVImport:
-    """One hand-over. `run` returns when decoding may start, or raises having given all back."""
+    """One hand-over. `run` returns when decoding may start, or raises; then all is given back, or
+    will be as soon as the wire is quiet."""
 
     def __init__(
         self,
@@ -114,52 +66,60 @@ class KVImport:
         self._request = request
         self._source = source
         self._outputs = outputs
-        self._announced = _Announced()
         self._started = pb.DecodeStarted()
+        self._arrived = now()
+        self._committed_at: float | None = None
+        self._changed = asyncio.Event()
+        tokens = request.token_ids
+        self._machine = Receive(
+            num_tokens=len(tokens),
+            token_digest=token_digest(tokens),
+            num_blocks=-(-len(tokens) // runtime.settings.engine.block_size),
+            give_back=lambda: runtime.abort(request.request_id),
+        )
 
     async def run(self) -> ImportResult:
-        """Raises UnavailableError and its kin; then nothing of the request is left here."""
-        runtime, request_id = self._runtime, self._request.request_id
+        """Raises UnavailableError and its kin."""
+        runtime, machine = self._runtime, self._machine
+        try:
+            await self._drive()
+            if machine.state is ReceiveState.RELEASED:
+                await self._start_decode()
+                runtime.transfers_ok += 1
+                return ImportResult(self._started)
+        except BaseException:
+            if machine.state is ReceiveState.RELEASED:  # the blocks are the sequence's already
+                runtime.abort(self._request.request_id)
+            raise
+        if machine.is_finished:
+            return ImportResult(self._started, machine.finish_reason)
+        runtime.transfers_failed += 1
+        raise machine.error or HandoverError("the hand-over ended without a cause")
+
+    async def _drive(self) -> None:
+        """Until the outcome is known. Only a cancellation is raised; it decides, too."""
+        machine = self._machine
         try:
             peer = await self._peers.get(self._source)
             async with self._attached(peer):
-                result = await self._receive(peer)
-            runtime.transfers_ok += 1
-            return result
-        except _Finished as finished:
-            runtime.abort(request_id)
-            return ImportResult(self._started, finished.reason)
-        except TransferInDoubt as error:
-            runtime.transfers_failed += 1
-            self._abort_when_quiet(error.quiet)
-            raise
+                while not machine.is_decided:
+                    await self._advance(peer)
         except asyncio.CancelledError:
-            runtime.abort(request_id)
+            machine.fail(CancelledByPeerError("the decode was cancelled"))
             raise
-        except BaseException:
-            runtime.transfers_failed += 1
-            runtime.abort(request_id)
-            raise
+        except Exception as error:
+            machine.fail(error)
 
-    def _abort_when_quiet(self, quiet: asyncio.Event) -> None:
-        """Quarantine: the blocks stay reserved until the last byte has landed."""
-        request_id = self._request.request_id
-        logger.warning("%s: a copy is in doubt, its blocks are quarantined", request_id)
-
-        async def wait() -> None:
-            await quiet.wait()
-            self._runtime.abort(request_id)
-
-        self._runtime.in_background(wait())
+    # ------------------------------------------------------------ what P says
 
     @asynccontextmanager
     async def _attached(self, peer: PrefillPeer) -> AsyncIterator[None]:
-        """The Attach stream, read in the background into `_announced`; its end ends the lease."""
+        """The Attach stream, read in the background; its end ends the lease."""
         call = peer.kv.Attach(
             pb.AttachRequest(
                 request_id=self._request.request_id,
                 incarnation=self._source.incarnation,
-                token_digest=token_digest(self._request.token_ids),
+                token_digest=self._machine.token_digest,
                 compatibility=self._runtime.compatibility,
                 decode_worker_id=self._runtime.settings.worker_id,
             )
@@ -173,122 +133,170 @@ class KVImport:
             await asyncio.gather(reader, return_exceptions=True)
 
     async def _read(self, call: grpc.aio.UnaryStreamCall) -> None:
+        who = self._source.worker_id
         try:
-            async for event in call:
-                self._announced.apply(event)
-            self._announced.end(HandoverError(f"{self._source.worker_id} ended the lease"))
+            async for message in call:
+                if message.HasField("commit"):
+                    self._committed_at = now()
+                if (event := _event(message)) is not None:
+                    self._machine.announced(event)
+                    self._changed.set()
+            self._machine.lost(HandoverError(f"{who} ended the lease"))
         except grpc.aio.AioRpcError as error:
-            self._announced.end(error_from_rpc(error, self._source.worker_id))
+            self._machine.lost(error_from_rpc(error, who))
+        self._changed.set()
 
-    async def _receive(self, peer: PrefillPeer) -> ImportResult:
-        announced = self._announced
-        while announced.block_ids is None:
-            await announced.wait()
-        block_table, num_held = await self._reserve()
-        if len(block_table) != len(announced.block_ids):
-            raise HandoverError(
-                f"{self._source.worker_id} has {len(announced.block_ids)} blocks for the prompt, "
-                f"{len(block_table)} are needed"
-            )
-        pulled_seconds, next_block, committed_at = 0.0, num_held, None
-        while True:
-            num_ready, commit = announced.num_ready, announced.commit
-            if commit is not None and committed_at is None:
-                committed_at = now()
-            if next_block < num_ready:
-                pulling_since = now()
-                await self._pull(peer, announced.block_ids, block_table, next_block, num_ready)
-                pulled_seconds += now() - pulling_since
-                next_block = num_ready
-            elif commit is not None:
-                break
-            else:
-                await announced.wait()
-        await self._verify(commit, block_table, num_held)
-        num_pulled = len(block_table) - num_held
-        await self._release(peer, num_pulled)
-        first_token = commit.first_token.id
-        await self._runtime.run_on_engine(
-            lambda e: e.start_decode(self._request.request_id, first_token)
-        )
-        started = self._started
-        started.num_transferred_tokens = commit.num_tokens - started.num_cached_tokens
-        started.kv_bytes = num_pulled * self._block_bytes
-        started.kv_transfer_seconds = pulled_seconds
-        started.kv_tail_seconds = now() - (committed_at or now())
-        return ImportResult(started)
+    # ------------------------------------------------------------ what we do about it
 
-    async def _reserve(self) -> tuple[list[int], int]:
-        """Waits for blocks here; the lease keeps P's alive meanwhile. Returns the block table and
-        how many blocks of it this worker's own prefix cache holds already."""
-        await self._runtime.run_on_engine(lambda e: e.add_remote(self._request, self._matcher))
-        output = await self._unless_ended(self._outputs.next())
-        assert output.admitted and output.block_table is not None
-        self._started.num_cached_tokens = output.num_cached_tokens
-        self._started.queue_seconds = output.queue_seconds
-        num_held = output.num_cached_tokens // self._runtime.settings.engine.block_size
-        return output.block_table, num_held
+    async def _advance(self, peer: PrefillPeer) -> None:
+        """The work of the machine's state, or waiting for P if it has none."""
+        machine = self._machine
+        match state := machine.state:
+            case ReceiveState.RESERVING:
+                await self._do(state, self._reserve())
+            case ReceiveState.RESERVED if machine.next_pull is not None:
+                machine.begin_pull()
+                await self._do(machine.state, self._pull(peer))
+            case ReceiveState.COMMITTED:
+                await self._do(state, self._verify())
+            case ReceiveState.RELEASING:
+                await self._do(state, self._release(peer))
+            case _:
+                await self._changed.wait()
+                self._changed.clear()
 
-    async def _pull(
-        self, peer: PrefillPeer, remote: list[int], local: list[int], start: int, end: int
-    ) -> None:
-        """Pulls the blocks at positions [start, end)."""
-        await self._unless_ended(
-            peer.transfer.pull(
-                peer.peer, self._request.request_id, remote[start:end], local[start:end]
-            )
-        )
-        self._runtime.transport_in_use = self._describe(peer)
-        self._runtime.kv_bytes_received += (end - start) * self._block_bytes
-
-    async def _unless_ended(self, work: Coroutine[None, None, T]) -> T:
-        """Awaits `work`; the end of the lease, or of our own caller, cancels it. Never returns
-        before `work` has ended: a pull ends when its wire is quiet."""
+    async def _do(self, state: ReceiveState, work: Coroutine[Any, Any, None]) -> None:
+        """Does the work of `state` until it is done, or cancels it when the machine leaves the
+        state. Never returns before the work has ended: a pull ends when its wire is quiet."""
         task = asyncio.ensure_future(work)
-        ended = asyncio.ensure_future(self._announced.ended.wait())
-        try:
-            await asyncio.wait((task, ended), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ended.cancel()
+        cancelled: asyncio.CancelledError | None = None
+        while not task.done() and self._machine.state is state:
+            self._changed.clear()
+            changed = asyncio.ensure_future(self._changed.wait())
+            try:
+                await asyncio.wait((task, changed), return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError as error:
+                cancelled = error
+                self._machine.fail(CancelledByPeerError("the decode was cancelled"))
+            finally:
+                changed.cancel()
+        if not task.done():
             task.cancel()
-            await asyncio.wait((task,))
-            if not task.cancelled() and isinstance(task.exception(), TransferInDoubt):
-                task.result()  # raised even when we are cancelled: the blocks need a quarantine
-        if task.cancelled():
-            raise self._announced.error or HandoverError("the pull was cancelled")
-        return task.result()
+            cancelled = await settled(task, task.cancel) or cancelled
+        self._report(task, is_pull=state is ReceiveState.PULLING)
+        if cancelled is not None:
+            raise cancelled
 
-    @property
-    def _block_bytes(self) -> int:
-        return int(self._runtime.info.kv_block_bytes)
+    def _report(self, task: "asyncio.Future[None]", is_pull: bool) -> None:
+        """Tells the machine how the work ended; what it brought, it has told already."""
+        error = HandoverError("it was cancelled") if task.cancelled() else task.exception()
+        if error is None:
+            return
+        assert isinstance(error, Exception)
+        if not is_pull:
+            self._machine.fail(error)
+        elif isinstance(error, TransferInDoubt):
+            self._machine.in_doubt(error)
+            self._watch_quarantine(error.quiet)
+        else:
+            self._machine.pull_ended(error)
 
-    @staticmethod
-    def _describe(peer: PrefillPeer) -> str:
-        carrier = peer.transfer.carrier(peer.peer)
-        return f"{peer.transfer.name} ({carrier})" if carrier else peer.transfer.name
+    def _watch_quarantine(self, quiet: asyncio.Event) -> None:
+        """The blocks stay reserved until the last byte has landed."""
+        request_id = self._request.request_id
+        logger.warning("%s: a copy is in doubt, its blocks are quarantined", request_id)
 
-    async def _verify(self, commit: pb.KvCommit, block_table: list[int], num_held: int) -> None:
-        tokens = self._request.token_ids
-        if commit.num_tokens != len(tokens) or commit.token_digest != token_digest(tokens):
-            raise HandoverError("the commit record is for other tokens")
-        if commit.block_checksums:
-            expected = list(commit.block_checksums)[num_held:]
-            await asyncio.to_thread(
-                verify, self._runtime.engine.kv_cache, block_table[num_held:], expected
-            )
+        async def wait() -> None:
+            await quiet.wait()
+            self._machine.quiet()
 
-    async def _release(self, peer: PrefillPeer, num_pulled: int) -> None:
+        self._runtime.in_background(wait())
+
+    async def _reserve(self) -> None:
+        """Waits for blocks here; the lease keeps P's alive meanwhile."""
+        started = self._started
+        started.queue_offset_seconds = now() - self._arrived
+        await self._runtime.run_on_engine(lambda e: e.add_remote(self._request, self._matcher))
+        output = await self._outputs.next()
+        assert output.admitted and output.block_table is not None
+        started.num_cached_tokens = output.num_cached_tokens
+        started.queue_seconds = output.queue_seconds
+        num_held = output.num_cached_tokens // self._runtime.settings.engine.block_size
+        self._machine.reserved(tuple(output.block_table), num_held)
+
+    async def _pull(self, peer: PrefillPeer) -> None:
+        machine, runtime, started = self._machine, self._runtime, self._started
+        start, end = machine.pulling
+        num_bytes = (end - start) * int(runtime.info.kv_block_bytes)
+        since = now()
+        await peer.transfer.pull(
+            peer.peer,
+            self._request.request_id,
+            machine.remote_ids[start:end],
+            machine.local_ids[start:end],
+        )
+        seconds = now() - since
+        runtime.transport_in_use = runtime.carriers.note(
+            self._source.worker_id, peer.transfer.name, peer.transfer.carrier(peer.peer)
+        )
+        runtime.kv_bytes_received += num_bytes
+        started.kv_bytes += num_bytes
+        started.kv_transfer_seconds += seconds
+        if len(started.pulls) < _MAX_PULLS:
+            offset = since - self._arrived
+            started.pulls.add(bytes=num_bytes, offset_seconds=offset, seconds=seconds)
+        machine.pulled()
+
+    async def _verify(self) -> None:
+        machine = self._machine
+        assert machine.commit is not None
+        if checksums := machine.commit.checksums[machine.num_held :]:
+            block_ids = machine.local_ids[machine.num_held :]
+            await asyncio.to_thread(verify, self._runtime.engine.kv_cache, block_ids, checksums)
+        machine.verified()
+
+    async def _release(self, peer: PrefillPeer) -> None:
         try:
             response: pb.ReleaseResponse = await peer.kv.Release(
                 pb.ReleaseRequest(
                     request_id=self._request.request_id,
                     incarnation=self._source.incarnation,
-                    bytes_read=num_pulled * self._block_bytes,
-                    transport=self._describe(peer),
+                    bytes_read=self._started.kv_bytes,
+                    transport=self._runtime.transport_in_use if self._started.kv_bytes else "",
                 ),
                 timeout=_RELEASE_SECONDS,
             )
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, self._source.worker_id) from error
-        if not response.pinned:
-            raise HandoverError(f"{self._source.worker_id} had given the blocks away")
+        self._machine.fenced(response.pinned)
+
+    async def _start_decode(self) -> None:
+        commit, started = self._machine.commit, self._started
+        assert commit is not None
+        request_id = self._request.request_id
+        await self._runtime.run_on_engine(lambda e: e.start_decode(request_id, commit.first_token))
+        started.num_transferred_tokens = commit.num_tokens - started.num_cached_tokens
+        started.kv_tail_seconds = now() - (self._committed_at or now())
+        started.hand_over_seconds = now() - self._arrived
+
+
+def _event(message: pb.KvEvent) -> Event | None:
+    """None for a kind of event that this version does not know."""
+    match message.WhichOneof("event"):
+        case "admitted":
+            return Admitted(tuple(message.admitted.block_ids))
+        case "ready":
+            return Ready(message.ready.num_ready_blocks)
+        case "commit":
+            commit = message.commit
+            first_token, logprobs = codec.token_from_pb(commit.first_token)
+            return Commit(
+                num_tokens=commit.num_tokens,
+                token_digest=commit.token_digest,
+                checksums=tuple(commit.block_checksums),
+                first_token=first_token,
+                first_logprobs=logprobs,
+            )
+        case "finished":
+            return Finished(codec.finish_from_pb(message.finished.finish_reason))
+    return None

@@ -34,8 +34,12 @@ class DecodeWorker:
         )
         await self.runtime.serve()
 
-    async def drain(self) -> None:
-        await self.runtime.drain()
+    @property
+    def num_requests(self) -> int:
+        return self.runtime.num_requests
+
+    async def drain(self, grace_s: float = 0.0) -> bool:
+        return await self.runtime.drain(grace_s)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         await self.runtime.stop(grace_s)

@@ -162,9 +162,16 @@ class Engine:
         """Computes one batch. One output for every sequence that was admitted, advanced towards
         a hand-over, sampled or ended. If the model or the sampler raises, the sequences of the
         batch end with an `error`, and the engine can go on with the others."""
+        started = time.monotonic()
         plan = self.scheduler.schedule()
+        for seq in plan.admitted:
+            seq.queue_seconds = started - seq.added_at
         result = self._run(plan)
-        return self._postprocess(plan, result)
+        outputs = self._postprocess(plan, result)
+        step_seconds = time.monotonic() - started
+        for output in outputs:
+            output.step_seconds = step_seconds
+        return outputs
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> SamplerOutput | Exception:
@@ -333,7 +340,7 @@ def _admitted(seq: Sequence) -> SequenceOutput:
         admitted=True,
         block_table=list(seq.block_table) if is_known_to_peer else None,
         num_cached_tokens=seq.num_cached_tokens,
-        queue_seconds=time.monotonic() - seq.added_at,
+        queue_seconds=seq.queue_seconds,
         num_computed_tokens=seq.num_computed_tokens,
     )
 

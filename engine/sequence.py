@@ -42,6 +42,7 @@ class Sequence:
     prefill_only: bool = False  # ends, or is held, at its first token
     hold: bool = False  # with prefill_only: pin the blocks after the first token
     wants_remote_kv: bool = False  # until a peer's KV has arrived, or is given up
+    queue_seconds: float = 0.0  # from `added_at` to the step that admitted it first
 
     state: SequenceState = SequenceState.WAITING
     was_admitted: bool = False  # waits for the second time if it waits: preempted or fallen back

@@ -23,7 +23,8 @@ class SequenceOutput:
     admitted: bool = False
     block_table: list[int] | None = None  # of a prefill_only or remote sequence, with `admitted`
     num_cached_tokens: int = 0  # with `admitted`: found in this engine's prefix cache
-    queue_seconds: float = 0.0  # with `admitted`: from add to admission
+    queue_seconds: float = 0.0  # with `admitted`: from add to admission, this step left out
+    step_seconds: float = 0.0  # that this step took, with all its sequences
     # Tokens whose KV is final, after this step.
     num_computed_tokens: int = 0
     error: str | None = None  # the engine could not go on with this sequence

@@ -1,13 +1,12 @@
 """KvService: what a decode worker may ask about the blocks that are kept for it."""
 
-from collections.abc import AsyncIterator
-
 import grpc
 
 from core.errors import HandoverError
 from kv_transfer.compatibility import check
+from kv_transfer.events import Admitted, Event, EventFeed, Finished, Ready
 from kv_transfer.grpc_transport import stream_blocks
-from kv_transfer.lease import Lease, LeaseState, LeaseTable
+from kv_transfer.lease import LeaseTable
 from rpc import codec, worker_pb2_grpc
 from rpc import worker_pb2 as pb
 from rpc.status import translated_errors
@@ -26,36 +25,15 @@ class KvService(worker_pb2_grpc.KvServiceServicer):
             check(self._runtime.compatibility, dict(request.compatibility))
             lease = self._leases.attach(request.request_id, request.token_digest)
             try:
-                async for event in self._events(lease):
-                    await context.write(event)
+                feed = EventFeed(lease)
+                while not feed.is_over:
+                    lease.changed.clear()
+                    while (event := feed.next()) is not None:
+                        await context.write(_to_pb(event))
+                    if not feed.is_over:
+                        await lease.changed.wait()
             finally:
                 self._leases.detach(lease)
-
-    async def _events(self, lease: Lease) -> AsyncIterator[pb.KvEvent]:
-        """The life of a lease as events; ends when it is released or finished."""
-        is_admitted_sent = is_commit_sent = False
-        num_ready_sent = 0
-        while True:
-            lease.changed.clear()
-            if lease.state is LeaseState.FAILED:
-                raise lease.error or HandoverError("the prefill failed")
-            if lease.state is LeaseState.FINISHED:
-                reason = codec.finish_to_pb(lease.finish_reason)
-                yield pb.KvEvent(finished=pb.KvFinished(finish_reason=reason))
-                return
-            if lease.state is LeaseState.RELEASED:
-                return
-            if lease.block_ids is not None and not is_admitted_sent:
-                is_admitted_sent = True
-                yield pb.KvEvent(admitted=pb.KvAdmitted(block_ids=lease.block_ids))
-            elif lease.num_ready_blocks > num_ready_sent:
-                num_ready_sent = lease.num_ready_blocks
-                yield pb.KvEvent(ready=pb.KvReady(num_ready_blocks=num_ready_sent))
-            elif lease.state is LeaseState.COMMITTED and not is_commit_sent:
-                is_commit_sent = True
-                yield pb.KvEvent(commit=_commit_record(lease))
-            else:
-                await lease.changed.wait()
 
     async def Release(
         self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext
@@ -84,11 +62,19 @@ class KvService(worker_pb2_grpc.KvServiceServicer):
                 await context.write(piece)
 
 
-def _commit_record(lease: Lease) -> pb.KvCommit:
-    assert lease.first_token is not None
-    return pb.KvCommit(
-        num_tokens=lease.num_tokens,
-        token_digest=lease.token_digest,
-        block_checksums=lease.checksums,
-        first_token=codec.token_to_pb(lease.first_token, lease.first_logprobs),
+def _to_pb(event: Event) -> pb.KvEvent:
+    match event:
+        case Admitted(block_ids):
+            return pb.KvEvent(admitted=pb.KvAdmitted(block_ids=block_ids))
+        case Ready(num_blocks):
+            return pb.KvEvent(ready=pb.KvReady(num_ready_blocks=num_blocks))
+        case Finished(reason):
+            return pb.KvEvent(finished=pb.KvFinished(finish_reason=codec.finish_to_pb(reason)))
+    return pb.KvEvent(
+        commit=pb.KvCommit(
+            num_tokens=event.num_tokens,
+            token_digest=event.token_digest,
+            block_checksums=event.checksums,
+            first_token=codec.token_to_pb(event.first_token, event.first_logprobs),
+        )
     )

@@ -5,6 +5,7 @@ import grpc
 from core.block_hash import token_digest
 from core.errors import CancelledByPeerError, PdserveError
 from core.types import GenerationRequest
+from engine.types import SequenceOutput
 from kv_transfer.lease import LeaseTable
 from prefill_worker.announcer import Announcer
 from rpc import codec, worker_pb2_grpc
@@ -12,6 +13,8 @@ from rpc import worker_pb2 as pb
 from rpc.status import translated_errors
 from worker.outputs import OutputStream
 from worker.runtime import WorkerRuntime, now
+
+_MAX_CHUNKS = 256  # that are reported
 
 
 class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
@@ -77,13 +80,13 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         announcer: Announcer | None,
     ) -> None:
         """Passes on what the engine does, up to and including the first token."""
-        started = now()
+        clock = _ChunkClock()
         while True:
             output = await outputs.next()
+            clock.take(output)
             if announcer is not None:
                 announcer.push(output)
             if output.admitted:
-                started = now()
                 event = pb.PrefillStarted(
                     num_cached_tokens=output.num_cached_tokens, queue_seconds=output.queue_seconds
                 )
@@ -93,7 +96,36 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
                 first = pb.FirstToken(
                     token=codec.token_to_pb(output.token_ids[0], logprobs),
                     finish_reason=codec.finish_to_pb(output.finish_reason),
-                    prefill_seconds=now() - started,
+                    prefill_seconds=now() - clock.started,
+                    chunks=clock.chunks,
                 )
                 await context.write(pb.PrefillEvent(first_token=first))
                 return
+
+
+class _ChunkClock:
+    """When each chunk of one prompt was computed, from the start of the first. The engine's own
+    step times: what the outputs waited for on their way here is not in them."""
+
+    def __init__(self) -> None:
+        self.started = now()
+        self.chunks: list[pb.PrefillChunk] = []
+        self._num_computed = 0
+
+    def take(self, output: SequenceOutput) -> None:
+        began = now() - output.step_seconds
+        if output.admitted:
+            self.started = began
+            self._num_computed = output.num_cached_tokens
+        num_tokens = output.num_computed_tokens - self._num_computed
+        if num_tokens <= 0:
+            return
+        self._num_computed = output.num_computed_tokens
+        if len(self.chunks) < _MAX_CHUNKS:
+            self.chunks.append(
+                pb.PrefillChunk(
+                    num_tokens=num_tokens,
+                    offset_seconds=max(0.0, began - self.started),
+                    seconds=output.step_seconds,
+                )
+            )

@@ -44,8 +44,12 @@ class PrefillWorker:
         self._sweeper = asyncio.create_task(self._sweep(), name="lease sweep")
         await self.runtime.serve()
 
-    async def drain(self) -> None:
-        await self.runtime.drain()
+    @property
+    def num_requests(self) -> int:
+        return self.runtime.num_requests
+
+    async def drain(self, grace_s: float = 0.0) -> bool:
+        return await self.runtime.drain(grace_s)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         if self._sweeper is not None:

@@ -1,7 +1,6 @@
 """The HTTP application: routes, errors and what surrounds every request."""
 
-import re
-import uuid
+from contextlib import ExitStack
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
@@ -9,15 +8,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from core.config import Config
+from core.errors import PdserveError
+from router.api_keys import KeyStore
+from router.caller import Caller
 from router.cluster_view import cluster_view
-from router.errors import install_error_handlers
+from router.errors import error_response, install_error_handlers
 from router.frontend import Frontend
 from router.openai_routes import openai_routes
 
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
-def make_app(frontend: Frontend, config: Config) -> FastAPI:
+def make_app(frontend: Frontend, config: Config, keys: KeyStore | None = None) -> FastAPI:
+    """`keys`: None lets everybody in."""
     app = FastAPI(title="pdserve", docs_url=None, redoc_url=None)
     install_error_handlers(app)
     app.include_router(openai_routes(frontend, config.router.max_body_bytes))
@@ -43,28 +46,42 @@ def make_app(frontend: Frontend, config: Config) -> FastAPI:
     async def cluster() -> JSONResponse:
         return JSONResponse(cluster_view(frontend.registry, config.mode, frontend.model_name))
 
-    app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(CallerMiddleware, keys=keys)
     return app
 
 
-class RequestIdMiddleware:
-    """Gives every request an id for logs and the `x-request-id` header: the client's own, or a
-    fresh one. It never becomes an id inside the cluster."""
+class CallerMiddleware:
+    """Says who calls, for everything behind it: the client's own request id or a fresh one, which
+    the `x-request-id` header gives back, and the account of its API key. Whatever is not in
+    `OPEN_PATHS`, to the letter, needs a key if keys are configured: routes that are added later,
+    and routes that do not exist. A request counts against its key until its response has ended."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyStore | None) -> None:
         self._app = app
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", ""), headers.get("traceparent", "")
+        caller = Caller.of(*given)
 
         async def tagged(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                MutableHeaders(scope=message)["x-request-id"] = caller.request_id
             await send(message)
 
-        await self._app(scope, receive, tagged)
+        with ExitStack() as counted:
+            try:
+                if self._keys is not None and scope["path"] not in OPEN_PATHS:
+                    account = self._keys.account(headers.get("authorization"))
+                    caller = Caller.of(caller.request_id, caller.traceparent, account)
+                    if scope["method"] == "POST":
+                        counted.enter_context(account.request())
+            except PdserveError as error:
+                await error_response(error)(scope, receive, tagged)
+                return
+            scope.setdefault("state", {})["caller"] = caller
+            await self._app(scope, receive, tagged)

@@ -36,6 +36,7 @@ from rpc.status import error_from_rpc
 
 # When a leg complains of its peer, the peer's own error is the real cause and a moment behind.
 _CAUSE_WAIT_S = 0.1
+Metadata = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,16 @@ class Attempt:
     """Owns both calls: when `tokens()` has ended, for whatever reason, neither is open, and so
     neither worker holds anything for this attempt."""
 
-    def __init__(self, placement: Placement, request: GenerationRequest, num_uncached: int) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        request: GenerationRequest,
+        num_uncached: int,
+        metadata: Metadata = (),
+    ) -> None:
+        """`metadata` goes along with both calls."""
         self.placement = placement
+        self._metadata = metadata
         self.prefill_started: worker_pb2.PrefillStarted | None = None
         self.decode_started: worker_pb2.DecodeStarted | None = None
         self._request = request
@@ -144,13 +153,15 @@ class Attempt:
             self._prefill_call = prefill.prefill.Prefill(
                 worker_pb2.PrefillRequest(
                     request=request, incarnation=prefill.incarnation, hand_over=not is_last
-                )
+                ),
+                metadata=self._metadata,
             )
         if prefill is None or not is_last:
             self._decode_call = decode.decode.Decode(
                 worker_pb2.DecodeRequest(
                     request=request, incarnation=decode.incarnation, source=source
-                )
+                ),
+                metadata=self._metadata,
             )
 
     async def _first_token(self, prefill: Worker) -> TokenBatch:

@@ -10,7 +10,13 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from core.errors import NotFoundError, OverloadedError, PdserveError, UnavailableError
+from core.errors import (
+    AuthenticationError,
+    NotFoundError,
+    OverloadedError,
+    PdserveError,
+    UnavailableError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +43,8 @@ def error_event(error: PdserveError) -> bytes:
 
 def error_response(error: PdserveError) -> JSONResponse:
     headers = {}
+    if isinstance(error, AuthenticationError):
+        headers["www-authenticate"] = "Bearer"
     if isinstance(error, OverloadedError):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     elif isinstance(error, UnavailableError):

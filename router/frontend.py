@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 from core.errors import NotFoundError, RequestError, UnavailableError
 from core.types import SamplingParams
 from router.admission import Admission
+from router.caller import Caller
 from router.generation import SEED_MASK, Generation, TextRequest
 from router.metrics import Metrics
 from router.openai_protocol import MAX_CHOICES, ChatBody, CompletionBody
 from router.pipeline import Pipeline
 from router.registry import Registry
+from router.structured_output import grammar_of
 from router.tokenizer import Tokenizer
 from router.tools import ChatReading, parse_tools
 
@@ -70,7 +72,7 @@ class Frontend:
                 code="model_not_found",
             )
 
-    async def completion(self, body: CompletionBody, client_request_id: str) -> TextRequest:
+    async def completion(self, body: CompletionBody, caller: Caller) -> TextRequest:
         prompts = _split_prompt(body.prompt)
         if len(prompts) * (body.n or 1) > MAX_CHOICES:
             raise RequestError(f"prompts times n must be at most {MAX_CHOICES}", param="n")
@@ -80,9 +82,9 @@ class Frontend:
                 token_ids.append(await self._encode(prompt, add_special_tokens=True))
             else:
                 token_ids.append(self._checked_ids(prompt, "prompt"))
-        return self._request(body, tuple(token_ids), client_request_id)
+        return self._request(body, tuple(token_ids), caller)
 
-    async def chat(self, body: ChatBody, client_request_id: str) -> TextRequest:
+    async def chat(self, body: ChatBody, caller: Caller) -> TextRequest:
         template = self.tokenizer.chat_template
         if template is None:
             raise RequestError("this model has no chat template: use /v1/completions")
@@ -100,10 +102,19 @@ class Frontend:
         size += len(str(use.tools))
         text = await _offload(size, render)
         prompt = await self._encode(text, add_special_tokens=False)
-        request = self._request(body, (prompt,), client_request_id)
-        plan = self.reading.plan(use, text, parallel_calls=body.parallel_tool_calls is not False)
+        request = self._request(body, (prompt,), caller)
+        parallel = body.parallel_tool_calls is not False
+        plan = self.reading.plan(use, text, parallel)
         if plan is None:
             return request
+        if use.is_forced:
+            if request.sampling.grammar is not None:
+                raise RequestError(
+                    "tool_choice: a forced call leaves no room for another format of the answer",
+                    param="tool_choice",
+                )
+            forced = replace(request.sampling, grammar=use.grammar(parallel))
+            request = replace(request, sampling=forced)
         return replace(
             request, reading=plan, shown_special=self.tokenizer.added_token_ids(plan.markers)
         )
@@ -132,7 +143,7 @@ class Frontend:
         return tuple(ids)
 
     def _request(
-        self, body: Body, prompts: tuple[tuple[int, ...], ...], client_request_id: str
+        self, body: Body, prompts: tuple[tuple[int, ...], ...], caller: Caller
     ) -> TextRequest:
         longest = max(map(len, prompts))
         skip = body.skip_special_tokens
@@ -143,7 +154,7 @@ class Frontend:
             stop=body.stops,
             skip_special_tokens=True if skip is None else skip,
             cache_salt=body.cache_salt or "",
-            client_request_id=client_request_id,
+            caller=caller,
         )
 
     def _sampling(self, body: Body, num_prompt_tokens: int) -> SamplingParams:
@@ -173,6 +184,7 @@ class Frontend:
             logit_bias=self._logit_bias(body.logit_bias or {}),
             logprobs=body.num_logprobs,
             stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
+            grammar=grammar_of(body),
         )
 
     def _max_tokens(self, body: Body, num_prompt_tokens: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from core.block_hash import block_hashes
 from core.types import FinishReason, SamplingParams, TokenLogprobs
+from router.caller import Caller
 from router.chat_output import ReadingPlan
 from router.detokenizer import IncrementalDetokenizer
 from router.metrics import Metrics
@@ -33,7 +34,7 @@ class TextRequest:
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     cache_salt: str = ""
-    client_request_id: str = ""
+    caller: Caller = Caller()
     # Of a chat whose answer is more than content, and special tokens that tell the parts apart.
     reading: ReadingPlan | None = None
     shown_special: frozenset[int] = frozenset()
@@ -98,6 +99,9 @@ class Generation:
             self._metrics.count_usage(
                 usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
             )
+            account = self.request.caller.account
+            if account is not None:
+                account.spend_tokens(usage.prompt_tokens + usage.completion_tokens)
 
     def _hashes(self) -> list[Sequence[bytes]]:
         """Block hashes for each choice. The last prompt token is always computed, so it is in no
@@ -131,7 +135,7 @@ class Generation:
             sampling=sampling,
             hashes=hashes,
             cache_salt=request.cache_salt,
-            client_request_id=request.client_request_id,
+            caller=request.caller,
         )
         text_of = _ChoiceText(self._tokenizer, request)
         clock = self._metrics.clock()
@@ -158,13 +162,17 @@ class _ChoiceText:
             request.skip_special_tokens,
             shown_special=request.shown_special,
         )
+        self._stop_token_ids = frozenset(request.sampling.stop_token_ids)
         self._num_used = 0
 
     def add(self, token_ids: list[int], reason: FinishReason | None) -> tuple[str, int, str | None]:
         """New text, how many of the tokens belong to the answer, and why it ended, if it did."""
         detokenizer = self._detokenizer
-        # A worker's STOP means that the last token is EOS or a stop token: counted, not shown.
-        text = detokenizer.push(token_ids[:-1] if reason is FinishReason.STOP else token_ids)
+        # EOS or a stop token is counted, not shown. A grammar may also end with its last letter.
+        is_shown = not (
+            reason is FinishReason.STOP and token_ids and token_ids[-1] in self._stop_token_ids
+        )
+        text = detokenizer.push(token_ids if is_shown else token_ids[:-1])
         if reason is not None:
             text += detokenizer.finish()
         if detokenizer.stopped:

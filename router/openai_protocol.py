@@ -47,12 +47,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "metadata": ({},),
     "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
     # vLLM
@@ -61,12 +63,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "chat_template": (),
+    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
@@ -77,7 +76,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
@@ -128,6 +126,13 @@ class GenerationBody(_Body):
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    # Checked by router.structured_output.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @property
     def wanted_tokens(self) -> int | None:

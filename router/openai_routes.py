@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from core.errors import PdserveError
+from router.caller import Caller
 from router.frontend import Body, Frontend
 from router.generation import Delta, Generation, TextRequest
 from router.openai_format import CHAT, COMPLETION, DONE, Formatter, Shape, make_formatter
@@ -17,7 +18,7 @@ from router.openai_protocol import ChatBody, CompletionBody, parse_chat, parse_c
 from router.request_body import read_json
 from router.responses import GuardedResponse, event_stream, whole
 
-Prepare = Callable[[dict[str, Any], str], Awaitable[tuple[Body, TextRequest]]]
+Prepare = Callable[[dict[str, Any], Caller], Awaitable[tuple[Body, TextRequest]]]
 
 
 def openai_routes(frontend: Frontend, max_body_bytes: int) -> APIRouter:
@@ -25,20 +26,20 @@ def openai_routes(frontend: Frontend, max_body_bytes: int) -> APIRouter:
     router = APIRouter(prefix="/v1")
     started = int(time())
 
-    async def prepare_completion(data: dict[str, Any], request_id: str) -> tuple[Body, TextRequest]:
+    async def prepare_completion(data: dict[str, Any], caller: Caller) -> tuple[Body, TextRequest]:
         body = parse_completion(data)
-        return body, await frontend.completion(body, request_id)
+        return body, await frontend.completion(body, caller)
 
-    async def prepare_chat(data: dict[str, Any], request_id: str) -> tuple[Body, TextRequest]:
+    async def prepare_chat(data: dict[str, Any], caller: Caller) -> tuple[Body, TextRequest]:
         body = parse_chat(data)
-        return body, await frontend.chat(body, request_id)
+        return body, await frontend.chat(body, caller)
 
     async def generate(request: Request, api: str, shape: Shape, prepare: Prepare) -> Response:
         count = partial(frontend.metrics.count_request, api)
         try:
             data = await read_json(request, max_body_bytes)
             frontend.check_model(data.get("model"))
-            body, text_request = await prepare(data, request.state.request_id)
+            body, text_request = await prepare(data, request.state.caller)
         except PdserveError:
             count("refused")
             raise

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from core.errors import PdserveError, RequestError
 from core.types import FinishReason, GenerationRequest, SamplingParams
 from router.attempt import Attempt, AttemptFailed, TokenBatch
+from router.caller import Caller
 from router.metrics import Metrics
 from router.placement import Placer
 from router.policy import Demand
@@ -37,7 +38,7 @@ class SequenceRequest:
     sampling: SamplingParams
     hashes: Sequence[bytes] = ()
     cache_salt: str = ""
-    client_request_id: str = ""
+    caller: Caller = Caller()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +125,9 @@ class Pipeline:
             sampling=sequence.sampling,
             output_token_ids=tuple(emitted),
             cache_salt=sequence.cache_salt,
-            client_request_id=sequence.client_request_id,
+            client_request_id=sequence.caller.request_id,
         )
-        return Attempt(placement, request, num_uncached=num_tokens - known)
+        return Attempt(placement, request, num_tokens - known, sequence.caller.metadata)
 
     async def _after_failure(
         self, error: PdserveError, attempt: Attempt, stats: SequenceStats, num_emitted: int

@@ -10,8 +10,10 @@ from core.config import Config
 from core.errors import ConfigError
 from core.types import Role
 from router.admission import Admission
+from router.api_keys import KeyStore
 from router.app import make_app
 from router.frontend import Frontend
+from router.grpc_keys import KeyInterceptor
 from router.grpc_service import SERVICE, add_public_services
 from router.http_server import HttpServer
 from router.metrics import Metrics
@@ -21,7 +23,7 @@ from router.policy import POLICIES
 from router.registry import Registry
 from router.tokenizer import Tokenizer
 from router.tools import ChatReading
-from rpc.channel import make_server
+from rpc.channel import make_public_server
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +66,13 @@ class RouterServer:
                 tokenizer.chat_template, config.router.tool_parser, config.router.reasoning_parser
             ),
         )
+        path = config.router.api_keys_file
+        keys = KeyStore(path) if path is not None else None
         self._listener = _listen(config.router.http)
         self.http_port: int = self._listener.getsockname()[1]
-        self._http = HttpServer(make_app(self.frontend, config))
-        self._grpc = make_server()
-        self._health = add_public_services(self._grpc, self.frontend)
+        self._http = HttpServer(make_app(self.frontend, config, keys))
+        self._grpc = make_public_server([KeyInterceptor(keys)] if keys is not None else [])
+        self._health = add_public_services(self._grpc, self.frontend, keys)
         try:
             self.grpc_port = self._grpc.add_insecure_port(config.router.grpc)
         except RuntimeError:

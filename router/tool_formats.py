@@ -329,6 +329,22 @@ def _literal(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
+def _read_required(scanner: Scanner, names: Names) -> Reading:
+    yield from scanner.skip_blank()
+    if (yield from scanner.match("[")):
+        yield from read_call_list(scanner)
+
+
+def _read_named(scanner: Scanner, names: Names) -> Reading:
+    yield from scanner.skip_blank()
+    if (yield from scanner.peek()):
+        scanner.start_call(next(iter(names)))
+        yield from _value(_Taken(scanner), scanner.arguments)
+
+
+# Of answers that a grammar forces.
+REQUIRED_CALLS = ToolFormat("required", _read_required)
+NAMED_CALL = ToolFormat("named", _read_named)
 FORMATS = {
     form.name: form
     for form in (

@@ -1,15 +1,18 @@
 """What a chat request says about tools and reasoning, checked."""
 
+import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from core.errors import RequestError
+from core.types import Grammar, GrammarKind
 from router.chat_output import THINK, ReadingPlan, ToolFormat
 from router.chat_template import ChatTemplate
-from router.tool_formats import FORMATS, detect_format
+from router.tool_formats import FORMATS, NAMED_CALL, REQUIRED_CALLS, detect_format
 
 MAX_TOOLS = 128
+MAX_FORCED_CALLS = 16
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _CHOICES = ("auto", "none", "required")
 
@@ -25,6 +28,53 @@ class ToolUse:
     @property
     def names(self) -> frozenset[str]:
         return frozenset(tool["function"]["name"] for tool in self.tools)
+
+    @property
+    def is_forced(self) -> bool:
+        """The model must call, and a grammar sees to it."""
+        return self.choice in ("required", "named")
+
+    def grammar(self, parallel_calls: bool) -> Grammar:
+        """What a forced answer looks like: a list of calls, or the named function's arguments.
+        Raises RequestError for schemas that cannot be put into one."""
+        if self.named is not None:
+            schema = next(
+                tool["function"]["parameters"]
+                for tool in self.tools
+                if tool["function"]["name"] == self.named
+            )
+        else:
+            definitions: dict[str, dict[str, Any]] = {}
+            calls = [_call_schema(tool["function"], definitions) for tool in self.tools]
+            schema = {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": MAX_FORCED_CALLS if parallel_calls else 1,
+                "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
+                **definitions,
+            }
+        return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+
+
+def _call_schema(
+    function: dict[str, Any], definitions: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """One call. References are to the root, so what they name goes there, into `definitions`."""
+    parameters = dict(function["parameters"])
+    for keyword in ("$defs", "definitions"):
+        own = parameters.pop(keyword, None)
+        for name, schema in own.items() if isinstance(own, dict) else ():
+            known = definitions.setdefault(keyword, {})
+            if known.setdefault(name, schema) != schema:
+                raise RequestError(
+                    f"tools: two functions define {name[:80]!r} in different ways", param="tools"
+                )
+    return {
+        "type": "object",
+        "properties": {"name": {"enum": [function["name"]]}, "parameters": parameters},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
 
 
 def parse_tools(tools: list[dict[str, Any]] | None, choice: Any) -> ToolUse:
@@ -110,6 +160,12 @@ class ChatReading:
         """What to look for in the answer to `prompt`; None: it is all content."""
         if not use.tools and self.reasoning is None:
             return None
+        if use.is_forced:
+            return ReadingPlan(
+                tool_format=NAMED_CALL if use.named is not None else REQUIRED_CALLS,
+                tool_names=frozenset({use.named}) if use.named is not None else use.names,
+                parallel_calls=parallel_calls,
+            )
         is_open = self.reasoning == "deepseek_r1" or prompt.rstrip().endswith(THINK)
         return ReadingPlan(
             tool_format=self.tool_format if use.tools else None,
@@ -126,16 +182,10 @@ class ChatReading:
                 param="tools",
                 code="unsupported_parameter",
             )
-        if use.tools and self.tool_format is None:
+        if use.choice == "auto" and self.tool_format is None:
             raise RequestError(
                 "tools: this model writes its calls in a way that is not known here "
                 "(router.tool_parser names one of the known)",
                 param="tools",
-                code="unsupported_parameter",
-            )
-        if use.choice in ("required", "named"):
-            raise RequestError(
-                "tool_choice: only auto and none are supported",
-                param="tool_choice",
                 code="unsupported_parameter",
             )

@@ -5,7 +5,11 @@ one every 5 s, so that no ping is answered with GOAWAY too_many_pings, and a dea
 noticed within 15 s. Messages are small by design: KV travels in pieces of at most 1 MiB.
 """
 
+from collections.abc import Sequence
+
 import grpc
+
+from rpc.cluster_token import TokenInterceptor, cluster_token, token_senders
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 _COMMON = [
@@ -36,8 +40,19 @@ _CLIENT = [
 
 
 def make_server() -> grpc.aio.Server:
-    return grpc.aio.server(options=_SERVER)
+    """A server for other parts of this deployment. Checks the cluster token, if there is one."""
+    token = cluster_token()
+    return grpc.aio.server([TokenInterceptor(token)] if token else [], options=_SERVER)
 
 
-def make_channel(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, options=_CLIENT)
+def make_public_server(interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:
+    """A server for clients."""
+    return grpc.aio.server(interceptors, options=_SERVER)
+
+
+def make_channel(address: str, token: str | None = None) -> grpc.aio.Channel:
+    """A channel that sends the cluster token (this process's own, unless given)."""
+    token = cluster_token() if token is None else token
+    return grpc.aio.insecure_channel(
+        address, options=_CLIENT, interceptors=token_senders(token) if token else None
+    )

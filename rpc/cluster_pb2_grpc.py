@@ -44,6 +44,26 @@ class ClusterServiceStub:
                 request_serializer=rpc_dot_cluster__pb2.ShutdownRequest.SerializeToString,
                 response_deserializer=rpc_dot_cluster__pb2.ShutdownResponse.FromString,
                 _registered_method=True)
+        self.Apply = channel.unary_stream(
+                '/pdserve.worker.v1.ClusterService/Apply',
+                request_serializer=rpc_dot_cluster__pb2.ApplyRequest.SerializeToString,
+                response_deserializer=rpc_dot_cluster__pb2.OperationEvent.FromString,
+                _registered_method=True)
+        self.Scale = channel.unary_stream(
+                '/pdserve.worker.v1.ClusterService/Scale',
+                request_serializer=rpc_dot_cluster__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=rpc_dot_cluster__pb2.OperationEvent.FromString,
+                _registered_method=True)
+        self.DrainWorker = channel.unary_stream(
+                '/pdserve.worker.v1.ClusterService/DrainWorker',
+                request_serializer=rpc_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=rpc_dot_cluster__pb2.OperationEvent.FromString,
+                _registered_method=True)
+        self.Rollout = channel.unary_stream(
+                '/pdserve.worker.v1.ClusterService/Rollout',
+                request_serializer=rpc_dot_cluster__pb2.RolloutRequest.SerializeToString,
+                response_deserializer=rpc_dot_cluster__pb2.OperationEvent.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer:
@@ -63,6 +83,37 @@ class ClusterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Apply(self, request, context):
+        """Operations. Each is one at a time, tells what it does, and goes on when its caller leaves.
+        The stream ends with OK when all is done; an error says what was not, and what stands now.
+
+        Move the pools to what a changed configuration wants.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scale(self, request, context):
+        """Change the number of workers of pools.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainWorker(self, request, context):
+        """End one worker without losing a request, and put a fresh one in its place.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rollout(self, request, context):
+        """Replace the workers of pools one by one; back again if a new one does not get healthy.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +126,26 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.Shutdown,
                     request_deserializer=rpc_dot_cluster__pb2.ShutdownRequest.FromString,
                     response_serializer=rpc_dot_cluster__pb2.ShutdownResponse.SerializeToString,
+            ),
+            'Apply': grpc.unary_stream_rpc_method_handler(
+                    servicer.Apply,
+                    request_deserializer=rpc_dot_cluster__pb2.ApplyRequest.FromString,
+                    response_serializer=rpc_dot_cluster__pb2.OperationEvent.SerializeToString,
+            ),
+            'Scale': grpc.unary_stream_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=rpc_dot_cluster__pb2.ScaleRequest.FromString,
+                    response_serializer=rpc_dot_cluster__pb2.OperationEvent.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_stream_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=rpc_dot_cluster__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=rpc_dot_cluster__pb2.OperationEvent.SerializeToString,
+            ),
+            'Rollout': grpc.unary_stream_rpc_method_handler(
+                    servicer.Rollout,
+                    request_deserializer=rpc_dot_cluster__pb2.RolloutRequest.FromString,
+                    response_serializer=rpc_dot_cluster__pb2.OperationEvent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +202,114 @@ class ClusterService:
             '/pdserve.worker.v1.ClusterService/Shutdown',
             rpc_dot_cluster__pb2.ShutdownRequest.SerializeToString,
             rpc_dot_cluster__pb2.ShutdownResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Apply(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.worker.v1.ClusterService/Apply',
+            rpc_dot_cluster__pb2.ApplyRequest.SerializeToString,
+            rpc_dot_cluster__pb2.OperationEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.worker.v1.ClusterService/Scale',
+            rpc_dot_cluster__pb2.ScaleRequest.SerializeToString,
+            rpc_dot_cluster__pb2.OperationEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.worker.v1.ClusterService/DrainWorker',
+            rpc_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
+            rpc_dot_cluster__pb2.OperationEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.worker.v1.ClusterService/Rollout',
+            rpc_dot_cluster__pb2.RolloutRequest.SerializeToString,
+            rpc_dot_cluster__pb2.OperationEvent.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,6 +32,8 @@ _BY_STATUS: dict[str, type[errors.PdserveError]] = {
     "DATA_LOSS": errors.CorruptBlockError,
     "DEADLINE_EXCEEDED": errors.DeadlineError,
     "CANCELLED": errors.CancelledByPeerError,
+    # Of the cluster token: the deployment is broken, the client is not to blame.
+    "UNAUTHENTICATED": errors.UnavailableError,
 }
 
 

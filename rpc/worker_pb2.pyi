@@ -109,7 +109,7 @@ class WatchStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("state", "kv_blocks", "requests_running", "requests_waiting", "tokens_prefilled_total", "tokens_decoded_total", "prefix_hit_tokens_total", "kv_bytes_sent_total", "kv_bytes_received_total", "transfers_ok_total", "transfers_failed_total", "transport", "waiting_prefill_tokens", "seconds_since_progress", "preemptions_total", "aborts_total", "tokens_drafted_total", "tokens_draft_accepted_total")
+    __slots__ = ("state", "kv_blocks", "requests_running", "requests_waiting", "tokens_prefilled_total", "tokens_decoded_total", "prefix_hit_tokens_total", "kv_bytes_sent_total", "kv_bytes_received_total", "transfers_ok_total", "transfers_failed_total", "transport", "waiting_prefill_tokens", "seconds_since_progress", "preemptions_total", "aborts_total", "tokens_drafted_total", "tokens_draft_accepted_total", "rdma_fallbacks_total")
     STATE_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,7 @@ class WorkerStatus(_message.Message):
     ABORTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_DRAFTED_TOTAL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_DRAFT_ACCEPTED_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    RDMA_FALLBACKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     kv_blocks: KvBlockCounts
     requests_running: int
@@ -146,7 +147,8 @@ class WorkerStatus(_message.Message):
     aborts_total: int
     tokens_drafted_total: int
     tokens_draft_accepted_total: int
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., kv_blocks: _Optional[_Union[KvBlockCounts, _Mapping]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_prefilled_total: _Optional[int] = ..., tokens_decoded_total: _Optional[int] = ..., prefix_hit_tokens_total: _Optional[int] = ..., kv_bytes_sent_total: _Optional[int] = ..., kv_bytes_received_total: _Optional[int] = ..., transfers_ok_total: _Optional[int] = ..., transfers_failed_total: _Optional[int] = ..., transport: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., seconds_since_progress: _Optional[float] = ..., preemptions_total: _Optional[int] = ..., aborts_total: _Optional[int] = ..., tokens_drafted_total: _Optional[int] = ..., tokens_draft_accepted_total: _Optional[int] = ...) -> None: ...
+    rdma_fallbacks_total: int
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., kv_blocks: _Optional[_Union[KvBlockCounts, _Mapping]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_prefilled_total: _Optional[int] = ..., tokens_decoded_total: _Optional[int] = ..., prefix_hit_tokens_total: _Optional[int] = ..., kv_bytes_sent_total: _Optional[int] = ..., kv_bytes_received_total: _Optional[int] = ..., transfers_ok_total: _Optional[int] = ..., transfers_failed_total: _Optional[int] = ..., transport: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., seconds_since_progress: _Optional[float] = ..., preemptions_total: _Optional[int] = ..., aborts_total: _Optional[int] = ..., tokens_drafted_total: _Optional[int] = ..., tokens_draft_accepted_total: _Optional[int] = ..., rdma_fallbacks_total: _Optional[int] = ...) -> None: ...
 
 class KvBlockCounts(_message.Message):
     __slots__ = ("total", "free", "cached", "running", "held", "awaiting")
@@ -292,14 +294,26 @@ class PrefillStarted(_message.Message):
     def __init__(self, num_cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("token", "finish_reason", "prefill_seconds")
+    __slots__ = ("token", "finish_reason", "prefill_seconds", "chunks")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
     token: Token
     finish_reason: FinishReason
     prefill_seconds: float
-    def __init__(self, token: _Optional[_Union[Token, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., prefill_seconds: _Optional[float] = ...) -> None: ...
+    chunks: _containers.RepeatedCompositeFieldContainer[PrefillChunk]
+    def __init__(self, token: _Optional[_Union[Token, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., prefill_seconds: _Optional[float] = ..., chunks: _Optional[_Iterable[_Union[PrefillChunk, _Mapping]]] = ...) -> None: ...
+
+class PrefillChunk(_message.Message):
+    __slots__ = ("num_tokens", "offset_seconds", "seconds")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    offset_seconds: float
+    seconds: float
+    def __init__(self, num_tokens: _Optional[int] = ..., offset_seconds: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
     __slots__ = ("request", "incarnation", "source")
@@ -332,20 +346,36 @@ class DecodeEvent(_message.Message):
     def __init__(self, started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class DecodeStarted(_message.Message):
-    __slots__ = ("num_cached_tokens", "num_transferred_tokens", "kv_bytes", "queue_seconds", "kv_transfer_seconds", "kv_tail_seconds")
+    __slots__ = ("num_cached_tokens", "num_transferred_tokens", "kv_bytes", "queue_seconds", "kv_transfer_seconds", "kv_tail_seconds", "hand_over_seconds", "queue_offset_seconds", "pulls")
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_TRANSFERRED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     KV_TRANSFER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     KV_TAIL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HAND_OVER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_OFFSET_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PULLS_FIELD_NUMBER: _ClassVar[int]
     num_cached_tokens: int
     num_transferred_tokens: int
     kv_bytes: int
     queue_seconds: float
     kv_transfer_seconds: float
     kv_tail_seconds: float
-    def __init__(self, num_cached_tokens: _Optional[int] = ..., num_transferred_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., kv_transfer_seconds: _Optional[float] = ..., kv_tail_seconds: _Optional[float] = ...) -> None: ...
+    hand_over_seconds: float
+    queue_offset_seconds: float
+    pulls: _containers.RepeatedCompositeFieldContainer[KvPull]
+    def __init__(self, num_cached_tokens: _Optional[int] = ..., num_transferred_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., kv_transfer_seconds: _Optional[float] = ..., kv_tail_seconds: _Optional[float] = ..., hand_over_seconds: _Optional[float] = ..., queue_offset_seconds: _Optional[float] = ..., pulls: _Optional[_Iterable[_Union[KvPull, _Mapping]]] = ...) -> None: ...
+
+class KvPull(_message.Message):
+    __slots__ = ("bytes", "offset_seconds", "seconds")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    offset_seconds: float
+    seconds: float
+    def __init__(self, bytes: _Optional[int] = ..., offset_seconds: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("first_index", "tokens", "finish_reason")

@@ -36,6 +36,7 @@ from engine.loop import EngineLoop
 from engine.model.load import load_model
 from engine.types import EngineStats, SequenceOutput
 from kv_transfer.base import KVTransfer
+from kv_transfer.carrier import CarrierWatch
 from kv_transfer.compatibility import describe_cache
 from kv_transfer.select import make_transports
 from rpc import codec, worker_pb2_grpc
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _STATUS_SECONDS = 0.1
+_DRAIN_CHECK_SECONDS = 0.05
 _GRAMMAR_SECONDS = 90.0  # others' grammars first, and the start of the process that compiles
 
 
@@ -65,6 +67,7 @@ class WorkerRuntime:
         self.outputs = OutputHub()
         self.transports: dict[str, KVTransfer] = {}
         self.transport_in_use = ""
+        self.carriers = CarrierWatch()
         self.kv_bytes_sent = 0
         self.kv_bytes_received = 0
         self.transfers_ok = 0
@@ -108,6 +111,8 @@ class WorkerRuntime:
             device=_device(),
             progress=progress,
             max_model_len=config.max_model_len,
+            quantization=config.quantization,
+            kv_cache_dtype=config.kv_cache_dtype,
         )
         shape = model.kv_block_shape(config.block_size)
         block_bytes = torch.Size(shape).numel() * model.kv_dtype.itemsize
@@ -144,10 +149,20 @@ class WorkerRuntime:
         logger.info("%s ready at %s, incarnation %s", settings.worker_id, self.info.address,
                     self.incarnation)  # fmt: skip
 
-    async def drain(self) -> None:
-        """Takes nothing new; what runs goes on."""
+    @property
+    def num_requests(self) -> int:
+        """Requests that have a call open here: queued, running, or held for a peer."""
+        return len(self.outputs)
+
+    async def drain(self, grace_s: float = 0.0) -> bool:
+        """Takes nothing new; what runs goes on, and so do hand-overs. Returns True as soon as no
+        request is left, False when some still are after `grace_s`."""
         self.state = WorkerState.DRAINING
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        deadline = time.monotonic() + grace_s
+        while self.num_requests and time.monotonic() < deadline:
+            await asyncio.sleep(_DRAIN_CHECK_SECONDS)
+        return not self.num_requests
 
     async def stop(self, grace_s: float) -> None:
         """Ends everything: calls get `grace_s` to finish, then are cancelled. Idempotent."""
@@ -279,6 +294,7 @@ class WorkerRuntime:
             transfers_failed_total=self.transfers_failed,
             transport=self.transport_in_use,
             aborts_total=self.aborts,
+            rdma_fallbacks_total=self.carriers.num_fallbacks,
             seconds_since_progress=self.engine_loop.seconds_since_progress(),
         )
 

@@ -5,6 +5,9 @@ of block_size x head_dim numbers. Gathering such pieces by a flat index gives
 `[2, sequences, heads, tokens, head_dim]` in one copy, and the index is the same for every layer,
 shifted by where the layer starts.
 
+Rows of a quantised cache are encoded when written and decoded when gathered (`kv_format`); what a
+prompt chunk has at hand is rounded alike, so that a prefix hit and a miss give the same answer.
+
 Query heads that share a KV head are folded into query rows, so that KV is never expanded.
 """
 
@@ -15,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention.base import AttentionBackend, AttentionLayer, StepBatch
+from engine.attention.kv_format import KVFormat
 
 # Rows of queries that a prefill attends with at once. Keys after the last row are left out, so
 # smaller saves arithmetic, larger saves calls; 64 to 256 measured within 15 percent.
@@ -49,20 +53,24 @@ class TorchPagedAttention(AttentionBackend):
     """Owns the step's plan and a buffer to gather into. The cache is the engine's, and must hold
     finite numbers also where nothing was written yet: padded keys are masked after being read."""
 
-    def __init__(self, kv_cache: torch.Tensor, num_heads: int) -> None:
-        _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    def __init__(
+        self, kv_cache: torch.Tensor, num_heads: int, kv_format: KVFormat | None = None
+    ) -> None:
+        _, num_layers, _, num_kv_heads, block_size, row = kv_cache.shape
+        self._format = kv_format or KVFormat("auto", kv_cache.dtype)
         self._num_kv_heads = num_kv_heads
         self._group = num_heads // num_kv_heads
         self._block_size = block_size
-        self._head_dim = head_dim
+        self._head_dim = self._format.head_dim(row)
+        self._row = row
         self._pieces_per_layer = 2 * num_kv_heads
         self._pieces_per_block = num_layers * self._pieces_per_layer
-        self._slots = kv_cache.view(-1, head_dim)
-        self._pieces = kv_cache.view(-1, block_size * head_dim)
+        self._slots = kv_cache.view(-1, row)
+        self._pieces = kv_cache.view(-1, block_size * row)
         # Gathered into again for every layer: fresh megabytes would cost a page fault each 4 KiB.
-        self._scratch = self._pieces.new_empty(0, block_size * head_dim)
+        self._scratch = self._pieces.new_empty(0, block_size * row)
         self._device = kv_cache.device
-        self._dtype = kv_cache.dtype
+        self._dtype = self._format.compute_dtype
         head = torch.arange(num_kv_heads, device=self._device)
         self._piece_of_head = torch.stack((head, head + num_kv_heads))  # [2, num_kv_heads]
         rows = torch.full((_QUERY_ROWS, _QUERY_ROWS), -math.inf, device=self._device)
@@ -99,11 +107,13 @@ class TorchPagedAttention(AttentionBackend):
         value: torch.Tensor,
     ) -> torch.Tensor:
         slots = self._slots[layer.index * self._pieces_per_layer * self._block_size :]
-        slots.index_copy_(0, self._key_slots, key.reshape(-1, self._head_dim))
-        slots.index_copy_(0, self._value_slots, value.reshape(-1, self._head_dim))
+        keys, values = self._format.encode(key), self._format.encode(value)
+        slots.index_copy_(0, self._key_slots, keys.reshape(-1, self._row))
+        slots.index_copy_(0, self._value_slots, values.reshape(-1, self._row))
         num_decodes = self._batch.num_decodes
         if num_decodes == query.shape[0]:
             return self._decode(layer, query)
+        key, value = self._format.decode(keys), self._format.decode(values)
         out = torch.empty_like(query)
         if num_decodes:
             out[:num_decodes] = self._decode(layer, query[:num_decodes])
@@ -112,12 +122,13 @@ class TorchPagedAttention(AttentionBackend):
         return out
 
     def _gather(self, layer: AttentionLayer, pieces: torch.Tensor) -> torch.Tensor:
-        """`[num_pieces, block_size * head_dim]` of this layer; valid until the next call."""
+        """`[num_pieces * block_size, head_dim]` of this layer; valid until the next call."""
         if len(pieces) > len(self._scratch):
             self._scratch = self._pieces.new_empty(len(pieces), self._pieces.shape[1])
         out = self._scratch[: len(pieces)]
         source = self._pieces[layer.index * self._pieces_per_layer :]
-        return torch.index_select(source, 0, pieces, out=out)
+        torch.index_select(source, 0, pieces, out=out)
+        return self._format.decode(out.view(-1, self._row))
 
     def _piece_index(self, tables: list[list[int]]) -> torch.Tensor:
         """Flat index of layer 0's pieces, in the order [2, sequences, heads, blocks]. Short

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention.base import AttentionBackend, AttentionLayer, StepBatch
+from engine.attention.kv_format import KVFormat
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.model.config import ModelConfig
 from engine.model.layers import Layer, Weights
@@ -25,10 +26,14 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         fingerprint: str,
+        quantization: str,
+        kv_format: KVFormat,
     ) -> None:
         self.config = config
         self.dtype = dtype
-        self.kv_dtype = dtype
+        self.kv_dtype = kv_format.storage_dtype
+        self._kv_format = kv_format
+        self._quantization = quantization
         self._weights = weights
         self._fingerprint = fingerprint
         self._ropes = [Rope(config.rope, config.max_model_len, dtype, device)]
@@ -46,13 +51,14 @@ class Decoder:
         )
 
     def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
-        """Of one block: (layers, key and value, heads, tokens, head_dim)."""
+        """Of one block: (layers, key and value, heads, tokens, elements of a token's row)."""
         config = self.config
-        return (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        row = self._kv_format.row_size(config.head_dim)
+        return (config.num_layers, 2, config.num_kv_heads, block_size, row)
 
     def bind(self, kv_cache: torch.Tensor) -> None:
-        """kv_cache: `[num_blocks, *kv_block_shape]`, contiguous, finite numbers everywhere."""
-        self._backend = TorchPagedAttention(kv_cache, self.config.num_heads)
+        """kv_cache: `[num_blocks, *kv_block_shape]`, contiguous, finite numbers everywhere (zeros)."""
+        self._backend = TorchPagedAttention(kv_cache, self.config.num_heads, self._kv_format)
 
     def compatibility(self) -> dict[str, str]:
         """What two workers must share so that one can read the other's KV blocks."""
@@ -65,7 +71,9 @@ class Decoder:
         return {
             "model": self._fingerprint,
             "dtype": str(self.dtype).removeprefix("torch."),
+            "quantization": self._quantization,
             "kv_dtype": str(self.kv_dtype).removeprefix("torch."),
+            "kv_format": self._kv_format.name,
             "num_layers": str(config.num_layers),
             "num_kv_heads": str(config.num_kv_heads),
             "head_dim": str(config.head_dim),

@@ -16,6 +16,7 @@ import torch
 
 from core.errors import ModelError
 from core.model_files import ModelFiles
+from engine.attention.kv_format import KVCacheDtype, KVFormat
 from engine.model.config import ModelConfig, parse_config
 from engine.model.decoder import Decoder
 from engine.model.gguf_weights import GGUFSource
@@ -26,10 +27,12 @@ from engine.model.layers import (
     Linear,
     Mlp,
     Norm,
+    Projection,
     Weights,
     can_pack,
     packed,
 )
+from engine.model.quantised import Quantization, quantised
 from engine.model.weights import SafetensorsSource, WeightSource
 
 logger = logging.getLogger(__name__)
@@ -51,6 +54,8 @@ def load_model(
     device: str = "cpu",
     progress: Callable[[str], None] | None = None,
     max_model_len: int | None = None,
+    quantization: Quantization = "none",
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> Decoder:
     """Loads a checkpoint. `max_model_len` shortens the model's own context (a longrope model
     then uses its short factors). Raises ModelError with one line that says what is wrong."""
@@ -61,8 +66,16 @@ def load_model(
     with torch.inference_mode():
         allocation = _Allocation(config, chosen, where)
         _fill(allocation.targets, source, config, progress)
-        allocation.finish(source.norms_include_offset)
-    return Decoder(config, allocation.weights, chosen, where, _fingerprint(source))
+        allocation.finish(source.norms_include_offset, quantization)
+    return Decoder(
+        config,
+        allocation.weights,
+        chosen,
+        where,
+        _fingerprint(source),
+        quantization,
+        KVFormat(kv_cache_dtype, chosen),
+    )
 
 
 def open_source(files: ModelFiles) -> WeightSource:
@@ -180,6 +193,7 @@ class _Allocation:
         if not config.tie_word_embeddings:
             head = Linear(self._empty(config.vocab_size, config.hidden_size))
             self.targets["lm_head.weight"] = head.weight
+        self._head = head
         self.weights = Weights(
             embedding=embedding,
             layers=[self._layer(i) for i in range(config.num_layers)],
@@ -187,26 +201,33 @@ class _Allocation:
             head=head,
         )
 
-    def finish(self, norms_include_offset: bool) -> None:
-        """After filling: adds norms' offsets and packs weights, each packed one taking the
-        place of the plain one."""
+    def finish(self, norms_include_offset: bool, quantization: Quantization) -> None:
+        """After filling: adds norms' offsets and quantises or packs weights, each new one taking
+        the place of the plain one."""
         if self._config.family.norm_offset and not norms_include_offset:
             for norm in self._norms:
                 norm.weight += 1
         self.targets.clear()
-        if not can_pack(self._dtype, self._device):
-            return
-        self._pack(self.weights, "head")
+        if quantization != "none":
+            self._replace(lambda linear: quantised(linear, quantization))
+            # Every logit is read off the head: four bits there cost more than all other layers'.
+            self.weights.head = quantised(self._head, "int8")
+        elif can_pack(self._dtype, self._device):
+            self._replace(packed)
+            self.weights.head = packed(self._head)
+
+    def _replace(self, make: Callable[[Linear], Projection]) -> None:
+        """Of the layers' projections; a router of experts stays as it is."""
+
+        def replace(owner: Any, *names: str) -> None:
+            for name in names:
+                setattr(owner, name, make(getattr(owner, name)))
+
         for layer in self.weights.layers:
-            self._pack(layer, "qkv", "o")
+            replace(layer, "qkv", "o")
             mlps = layer.mlp.experts if isinstance(layer.mlp, Experts) else [layer.mlp]
             for mlp in mlps:
-                self._pack(mlp, "gate_up", "down")
-
-    @staticmethod
-    def _pack(owner: Any, *names: str) -> None:
-        for name in names:
-            setattr(owner, name, packed(getattr(owner, name)))
+                replace(mlp, "gate_up", "down")
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)

@@ -3,23 +3,30 @@ which find this module by PYTHONPATH."""
 
 import asyncio
 import os
+import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 
 from core.errors import ModelError
 from core.worker_settings import WorkerSettings
 from rpc import codec
 from rpc import worker_pb2 as pb
 
+UNHEALTHY_NUM_SEQS = 13
+
 
 class FakeWorker:
-    """Becomes ready at once and serves nothing."""
+    """Becomes ready at once and serves nothing. A test that names a folder as the model's served
+    name says there, in a file for each worker, how many requests run on it."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     async def start(self, progress: Callable[[str], None]) -> None:
+        if self.settings.engine.max_num_seqs == UNHEALTHY_NUM_SEQS:
+            raise RuntimeError("not with this setting")
         progress("loading nothing")
         print("hello from", self.settings.worker_id)
         self.info = pb.WorkerInfo(
@@ -32,9 +39,22 @@ class FakeWorker:
             compatibility={"threads": os.environ["OMP_NUM_THREADS"]},
         )
 
+    @property
+    def num_requests(self) -> int:
+        folder = Path(self.settings.config.served_model_name or "/nowhere")
+        try:
+            return int((folder / self.settings.worker_id).read_text())
+        except OSError:
+            return 0
+
+    async def drain(self, grace_s: float) -> bool:
+        deadline = time.monotonic() + grace_s
+        while self.num_requests and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        return not self.num_requests
+
     async def stop(self, grace_s: float) -> None:
-        if not self.failed.done():
-            self.failed.cancel()
+        print("stopped in order")
 
 
 class CrashingWorker(FakeWorker):

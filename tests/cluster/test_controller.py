@@ -3,83 +3,19 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 
 import psutil
 import pytest
+from control import PATIENCE_S, controlled, is_ready, view_where
 
 from cluster.backoff import Backoff
-from cluster.controller import Controller
-from cluster.ray_session import ray_session
-from cluster.worker_slot import SlotOptions
-from core.config import Config, parse_config
+from core.config import parse_config
 from core.errors import UnavailableError
 from rpc import cluster_pb2, cluster_pb2_grpc
 from rpc import worker_pb2 as pb
 from rpc.channel import make_channel
 
 CONFIG = "model: none\n"
-PATIENCE_S = 120.0  # a bound for a busy machine, not a measure
-
-
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
-
-
-@pytest.fixture(scope="module")
-def ray_running() -> Iterator[None]:
-    """One Ray for the module. On the way out it must leave no process and no shared memory."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
-        children = set(psutil.Process().children(recursive=True))
-        shm = shared_memory()
-        with ray_session(parse_config("model: none\npools: {prefill: {replicas: 2}}")):
-            assert set(psutil.Process().children(recursive=True)) - children
-            yield
-        left = set(psutil.Process().children(recursive=True)) - children
-        assert not left, f"processes left behind: {left}"
-        assert shared_memory() <= shm
-
-
-@asynccontextmanager
-async def controlled(
-    config: Config, tmp_path: Path, prefill: str = "FakeWorker", **options: object
-) -> AsyncIterator[Controller]:
-    classes = {
-        "prefill": f"fake_worker:{prefill}",
-        "decode": "fake_worker:FakeWorker",
-        "colocated": "fake_worker:FakeWorker",
-    }
-    controller = Controller(
-        config,
-        SlotOptions(
-            deployment="test",
-            log_dir=str(tmp_path),
-            worker_classes=classes,
-            **options,  # type: ignore[arg-type]
-        ),
-    )
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            await controller.start()
-            yield controller
-    finally:
-        await controller.stop(grace_s=1.0)
-
-
-async def view_where(controller: Controller, condition) -> dict[str, cluster_pb2.WorkerEntry]:
-    """Waits until the published workers satisfy a condition."""
-    async for view in controller.publisher.watch():
-        workers = {worker.id: worker for worker in view.workers}
-        if condition(workers):
-            return workers
-    raise AssertionError("the view never ends")
-
-
-def is_ready(entry: cluster_pb2.WorkerEntry) -> bool:
-    return entry.state == pb.WORKER_STATE_READY
 
 
 async def test_one_prefill_and_one_decode_worker_are_published(ray_running, tmp_path):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.chat_output import CallDelta, ChatReader, MessageDelta, ReadingPlan
-from router.tool_formats import FORMATS, detect_format
+from router.tool_formats import FORMATS, NAMED_CALL, REQUIRED_CALLS, detect_format
 
 NAMES = frozenset({"f", "get_weather", "g"})
 Calls = list[tuple[str, str]]
@@ -142,6 +142,14 @@ def test_reasoning_then_a_call():
 def test_only_the_first_call_if_they_may_not_be_parallel():
     text = '<tool_call>{"name": "f"}</tool_call>' * 3
     assert read(plan_of("hermes", parallel=False), list(text)) == ("", "", [("f", "{}")])
+
+
+def test_forced_calls():
+    text = '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]'
+    plan = ReadingPlan(REQUIRED_CALLS, NAMES)
+    assert read(plan, list(text)) == ("", "", [("f", '{"a": 1}'), ("g", "{}")])
+    plan = ReadingPlan(NAMED_CALL, frozenset({"f"}))
+    assert read(plan, list(' {"a": "}"}\n')) == ("", "", [("f", '{"a": "}"}')])
 
 
 def test_arguments_stream_as_they_are_written():

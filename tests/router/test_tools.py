@@ -5,8 +5,10 @@ import json
 import openai
 import pytest
 
+from core.errors import RequestError
 from router.chat_template import ChatTemplate
-from router.tools import ChatReading
+from router.tools import ChatReading, parse_tools
+from rpc.codec import request_from_pb
 from support.byte_tokenizer import byte_tokenizer
 from support.fake_workers import says
 from support.router import Running, running
@@ -152,6 +154,48 @@ async def test_markers_that_are_special_tokens_are_seen():
         assert body["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f"
         body = (await router.post(CHAT, messages=HI)).json()
         assert body["choices"][0]["message"]["content"] == rest
+
+
+async def test_a_grammar_forces_calls(hermes):
+    make_all_say(hermes, '[{"name": "f", "parameters": {"a": 1}}]')
+    fields = {"messages": HI, "tools": TOOLS, "max_tokens": 99}
+    for parallel in (True, False):
+        choice = (
+            await hermes.post(CHAT, **fields, tool_choice="required", parallel_tool_calls=parallel)
+        ).json()["choices"][0]
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+        assert choice["message"]["tool_calls"][0]["function"] == {
+            "name": "f", "arguments": '{"a": 1}',
+        }  # fmt: skip
+    make_all_say(hermes, '{"city": "Bonn"}')
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    body = (await hermes.post(CHAT, **fields, tool_choice=named)).json()
+    call = body["choices"][0]["message"]["tool_calls"][0]["function"]
+    assert call == {"name": "get_weather", "arguments": '{"city": "Bonn"}'}
+    schemas = [
+        json.loads(request_from_pb(r).sampling.grammar.value)
+        for r in hermes.worker("decode-0").requests
+    ]
+    assert [s.get("maxItems") for s in schemas] == [16, 1, None]
+    assert schemas[2] == TOOLS[0]["function"]["parameters"]
+    wanted = schemas[0]["items"]["anyOf"][0]["properties"]
+    assert wanted == {"name": {"enum": ["get_weather"]}, "parameters": schemas[2]}
+
+
+def test_definitions_go_to_the_root_of_the_grammar():
+    def tool(name: str, definition: dict) -> dict:
+        parameters = {
+            "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": definition},
+        }  # fmt: skip
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    same = [tool("f", {"type": "string"}), tool("g", {"type": "string"})]
+    schema = json.loads(parse_tools(same, "required").grammar(True).value)
+    assert schema["$defs"] == {"A": {"type": "string"}}
+    assert "$defs" not in schema["items"]["anyOf"][0]["properties"]["parameters"]
+    other = [same[0], tool("g", {"type": "number"})]
+    with pytest.raises(RequestError, match="'A'"):
+        parse_tools(other, "required").grammar(True)
 
 
 BAD = [

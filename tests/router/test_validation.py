@@ -63,9 +63,8 @@ async def test_bad_values_are_refused_by_name(router):
 
 UNSUPPORTED = {
     "best_of": 2, "echo": True, "suffix": "x", "prompt_logprobs": 1, "prompt_embeds": "AAAA",
-    "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required",
     "response_format": {"type": "json_object"}, "guided_json": {}, "structured_outputs": {},
-    "chat_template": "{{ 1 }}", "chat_template_kwargs": {"a": 1}, "functions": [{"name": "f"}],
+    "chat_template": "{{ 1 }}", "functions": [{"name": "f"}],
     "use_beam_search": True, "bad_words": ["x"], "priority": 5, "store": True,
     "continue_final_message": True, "reasoning_effort": "low", "modalities": ["audio"],
 }  # fmt: skip

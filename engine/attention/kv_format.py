@@ -1,0 +1,61 @@
+"""How a token's key or value of one head is stored in the KV cache.
+
+Quantised rows carry their own scale: `head_dim` bytes, then a float32, so that a block stays one
+contiguous piece that needs nothing beside it when it is handed over, shared or reused.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+KVCacheDtype = Literal["auto", "bf16", "int8", "fp8_e4m3"]
+
+_SCALE_BYTES = 4
+# (type of the stored bytes, the largest number that it holds)
+_QUANTISED = {"int8": (torch.int8, 127.0), "fp8_e4m3": (torch.float8_e4m3fn, 448.0)}
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """`auto` stores what the model computes in. Encoding and decoding a row depends on that row
+    alone: the same token gives the same bytes in any batch."""
+
+    name: KVCacheDtype
+    compute_dtype: torch.dtype
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        if self.name in _QUANTISED:
+            return torch.uint8
+        return self.compute_dtype if self.name == "auto" else torch.bfloat16
+
+    def row_size(self, head_dim: int) -> int:
+        """Elements of the storage dtype in a row."""
+        return head_dim + (_SCALE_BYTES if self.name in _QUANTISED else 0)
+
+    def head_dim(self, row_size: int) -> int:
+        return row_size - (_SCALE_BYTES if self.name in _QUANTISED else 0)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., head_dim]` -> `[..., row_size]`"""
+        if self.name not in _QUANTISED:
+            return x.to(self.storage_dtype)
+        dtype, largest = _QUANTISED[self.name]
+        x = x.float()
+        scales = x.abs().amax(dim=-1, keepdim=True).div_(largest).clamp_min_(1e-20)
+        values = x / scales
+        if dtype == torch.int8:
+            values = values.round_()
+        return torch.cat((values.to(dtype).view(torch.uint8), scales.view(torch.uint8)), dim=-1)
+
+    def decode(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[..., row_size]` -> `[..., head_dim]`"""
+        if self.name not in _QUANTISED:
+            return rows.to(self.compute_dtype)
+        dtype, _ = _QUANTISED[self.name]
+        values = rows[..., :-_SCALE_BYTES].view(dtype)
+        scales = rows[..., -_SCALE_BYTES:].view(torch.float32)
+        if dtype == torch.int8:
+            return (values * scales).to(self.compute_dtype)
+        return (values.float() * scales).to(self.compute_dtype)

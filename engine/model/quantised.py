@@ -1,0 +1,143 @@
+"""Weight-only quantisation, made at load from the final weights.
+
+int8: one scale for each output channel, symmetric. int4: `INT4_GROUP` inputs share a scale and a
+midpoint, and the head stays int8. Activations keep the model's dtype.
+
+Both kernels of torch read few rows fast and many rows slowly: their cost grows with every row,
+while a plain matrix product hardly notices the first 32. So beyond `*_KERNEL_ROWS` rows a weight
+is widened to the model's dtype for the one product, one matrix at a time: on two cores that costs
+about 5 ms a step for each 100 million parameters, and no memory that stays.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from engine.model.layers import Linear, Projection
+
+Quantization = Literal["none", "int8", "int4"]
+
+INT4_GROUP = 32
+_INT4_ROWS = 64  # output channels that the kernel reads as one tile
+_INT8_KERNEL_ROWS = 8
+_INT4_KERNEL_ROWS = 16
+
+
+@dataclass(slots=True)
+class Int8Linear:
+    """weight[o, i] = values[o, i] * scales[o]"""
+
+    values: torch.Tensor  # int8 [out, in]
+    scales: torch.Tensor  # [out], in the model's dtype
+    bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] <= _INT8_KERNEL_ROWS and x.device.type == "cpu":
+            out = torch._weight_int8pack_mm(x.contiguous(), self.values, self.scales)
+        else:
+            out = F.linear(x, self.values.to(x.dtype)).mul_(self.scales)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def dequantised(self) -> torch.Tensor:
+        return self.values.to(self.scales.dtype) * self.scales.unsqueeze(1)
+
+
+@dataclass(slots=True)
+class Int4Linear:
+    """weight[o, i] = (value - 8) * scale + midpoint, of the group of inputs that i is in."""
+
+    tiles: torch.Tensor  # uint8 [out / 64, in, 32]: channel n of a tile, and above it n + 32
+    scales_midpoints: torch.Tensor  # [in / group, out, 2], in the model's dtype
+    has_kernel: bool
+    bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.has_kernel and x.shape[0] <= _INT4_KERNEL_ROWS:
+            num_outputs = self.scales_midpoints.shape[1]
+            out = torch.ops.aten._weight_int4pack_mm_for_cpu(
+                x.contiguous(),
+                self.tiles.view(num_outputs, -1),
+                INT4_GROUP,
+                self.scales_midpoints,
+            )
+            return out if self.bias is None else out.add_(self.bias)
+        weight = self._transposed()
+        return x @ weight if self.bias is None else torch.addmm(self.bias, x, weight)
+
+    def dequantised(self) -> torch.Tensor:
+        return self._transposed().t()
+
+    def _transposed(self) -> torch.Tensor:
+        """The weight in the model's dtype, `[in, out]`."""
+        num_groups, num_outputs, _ = self.scales_midpoints.shape
+        tiles, num_inputs, half = self.tiles.shape
+        dtype = self.scales_midpoints.dtype
+        weight = self.tiles.new_empty((num_inputs, tiles, 2, half), dtype=dtype)
+        by_input = self.tiles.transpose(0, 1)
+        weight[:, :, 0] = by_input & 15
+        weight[:, :, 1] = by_input >> 4
+        groups = weight.view(num_groups, INT4_GROUP, num_outputs)
+        scales, midpoints = self.scales_midpoints.unsqueeze(1).unbind(-1)
+        return groups.sub_(8).mul_(scales).add_(midpoints).view(num_inputs, num_outputs)
+
+
+def quantised(linear: Linear, quantization: Quantization) -> Projection:
+    """The same projection with a quantised weight. A shape that int4's groups and tiles do not
+    divide becomes int8."""
+    num_outputs, num_inputs = linear.weight.shape
+    divides = num_outputs % _INT4_ROWS == 0 and num_inputs % INT4_GROUP == 0
+    if quantization == "int4" and divides:
+        return _int4(linear)
+    return _int8(linear)
+
+
+def _int8(linear: Linear) -> Int8Linear:
+    weight = linear.weight.float()
+    # Rounded to the narrow type first: what is stored is what the values are rounded against.
+    scales = (weight.abs().amax(dim=1) / 127).clamp_min(1e-10).to(linear.weight.dtype)
+    values = (weight / scales.float().unsqueeze(1)).round_().clamp_(-127, 127)
+    return Int8Linear(values.to(torch.int8), scales, linear.bias)
+
+
+def _int4(linear: Linear) -> Int4Linear:
+    num_outputs, num_inputs = linear.weight.shape
+    groups = linear.weight.float().unflatten(1, (-1, INT4_GROUP))
+    low, high = groups.aminmax(dim=-1)
+    scales = ((high - low) / 15).clamp_min(1e-10)
+    scales_midpoints = torch.stack((scales, low + 8 * scales), dim=-1).to(linear.weight.dtype)
+    scales, midpoints = scales_midpoints.float().unsqueeze(-2).unbind(-1)
+    values = ((groups - midpoints) / scales + 8).round_().clamp_(0, 15).to(torch.uint8)
+    return Int4Linear(
+        _tiles(values.view(num_outputs, num_inputs)),
+        scales_midpoints.transpose(0, 1).contiguous(),
+        _has_int4_kernel(linear.weight.dtype, linear.weight.device.type),
+        linear.bias,
+    )
+
+
+def _tiles(values: torch.Tensor) -> torch.Tensor:
+    """uint8 `[out, in]` below 16 -> Int4Linear.tiles."""
+    tiles = values.unflatten(0, (-1, 2, _INT4_ROWS // 2))
+    return (tiles[:, 0] | tiles[:, 1] << 4).transpose(1, 2).contiguous()
+
+
+@cache
+def _has_int4_kernel(dtype: torch.dtype, device_type: str) -> bool:
+    """Whether torch has the kernel, and with this order of the tiles: it is torch's own affair,
+    and differs between processors."""
+    if device_type != "cpu":
+        return False
+    generator = torch.Generator().manual_seed(0)
+    shape = (2 * _INT4_ROWS, 2 * INT4_GROUP)
+    values = torch.randint(16, shape, generator=generator, dtype=torch.uint8)
+    try:
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.int(), 1)
+        x = torch.ones(1, shape[1], dtype=dtype)
+        scales = torch.ones(2, shape[0], 2, dtype=dtype)
+        torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, INT4_GROUP, scales)
+    except (AttributeError, RuntimeError):
+        return False
+    return torch.equal(packed.flatten(), _tiles(values).flatten())

@@ -1,0 +1,28 @@
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.ray_session import ray_session
+from core.config import parse_config
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.fixture(scope="package")
+def ray_running() -> Iterator[None]:
+    """One Ray for these tests. On the way out it must leave no process and no shared memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        children = set(psutil.Process().children(recursive=True))
+        shm = shared_memory()
+        with ray_session(parse_config("model: none\npools: {prefill: {replicas: 2}}")):
+            assert set(psutil.Process().children(recursive=True)) - children
+            yield
+        left = set(psutil.Process().children(recursive=True)) - children
+        assert not left, f"processes left behind: {left}"
+        assert shared_memory() <= shm
