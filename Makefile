@@ -19,10 +19,10 @@ ARGS ?=
 # A folder with traces/ and perf/, for bench-planner.
 DATA ?=
 
-.PHONY: help install serve test lint proto bench-compare bench-kv bench-planner clean
+.PHONY: help install serve test test-hosts test-k8s lint proto bench-compare bench-engine bench-perplexity bench-handover bench-kv bench-planner clean
 
 help: ## List the verbs
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/.installed ## Make .venv and install pdserve with its workers
 	@echo "pdserve is installed: $(BIN)/pdserve --help"
@@ -32,6 +32,12 @@ serve: $(VENV)/.installed ## Get the model and serve configs/local.yaml until Ct
 
 test: $(VENV)/.installed-dev ## Run the test suite (ARGS= goes to pytest)
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-hosts: $(VENV)/.installed-dev ## Test a hand-over between network namespaces; root and iproute2
+	$(BIN)/python -m pytest -m slow tests/hosts $(ARGS)
+
+test-k8s: $(VENV)/.installed-dev ## Run the containers' commands of k8s/ here, as processes
+	$(BIN)/python -m pytest -m slow tests/k8s $(ARGS)
 
 lint: $(VENV)/.installed-dev ## Check style, format and types
 	$(BIN)/ruff check .
@@ -44,6 +50,15 @@ proto: $(VENV)/.installed-dev ## Make the gRPC stubs in rpc/ from proto/ again
 
 bench-compare: $(VENV)/.installed ## Is P/D worth it here? One load, colocated and disaggregated
 	$(BIN)/pdserve compare $(CONFIG) $(ARGS)
+
+bench-engine: $(VENV)/.installed ## Measure an engine step: decode by batch size, a long prefill
+	$(BIN)/python benchmarks/engine.py $(ARGS)
+
+bench-perplexity: $(VENV)/.installed ## Measure what quantised weights and KV cost in quality
+	$(BIN)/python benchmarks/perplexity.py $(ARGS)
+
+bench-handover: $(VENV)/.installed ## Measure what a hand-over adds to a request
+	$(BIN)/python benchmarks/hand_over.py $(ARGS)
 
 bench-kv: $(VENV)/.installed ## Measure the bandwidth of the KV transports
 	$(BIN)/python benchmarks/kv_bandwidth.py $(ARGS)

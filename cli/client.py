@@ -1,6 +1,7 @@
 """The router as an HTTP client sees it."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,11 +24,19 @@ def find_url(url: str | None) -> str:
     return deployment.url if deployment else DEFAULT_URL
 
 
+def key_header() -> dict[str, str]:
+    """Of the API key in the environment, if there is one."""
+    key = os.environ.get("PDSERVE_API_KEY")
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
 @contextmanager
 def router_client(url: str) -> Iterator[httpx.Client]:
     """A client whose failures are PdserveErrors of one line."""
     try:
-        with httpx.Client(base_url=url, timeout=_TIMEOUT, trust_env=False) as client:
+        with httpx.Client(
+            base_url=url, timeout=_TIMEOUT, trust_env=False, headers=key_header()
+        ) as client:
             yield client
     except httpx.ConnectError as error:
         raise UnavailableError(
@@ -52,7 +61,8 @@ def raise_for_error(response: httpx.Response) -> None:
     if response.is_success:
         return
     response.read()
-    raise PdserveError(f"{response.url}: {response.status_code}: {_message(response.text)}")
+    hint = " (PDSERVE_API_KEY is where the key goes)" if response.status_code == 401 else ""
+    raise PdserveError(f"{response.url}: {response.status_code}: {_message(response.text)}{hint}")
 
 
 def chat_stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[str]:

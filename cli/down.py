@@ -22,7 +22,7 @@ _POLL_S = 0.1
 def stop_deployment(deployment: Deployment) -> bool:
     """Asks the controller, then the process, then nobody. Returns True if it ended by itself;
     False if it had to be killed with all that it had started."""
-    asked = asyncio.run(_ask(deployment.controller))
+    asked = asyncio.run(_ask(deployment))
     if asked and _ended(deployment, _STOP_S):
         return True
     with contextlib.suppress(ProcessLookupError):
@@ -33,8 +33,8 @@ def stop_deployment(deployment: Deployment) -> bool:
     return False
 
 
-async def _ask(controller: str) -> bool:
-    async with make_channel(controller) as channel:
+async def _ask(deployment: Deployment) -> bool:
+    async with make_channel(deployment.controller, deployment.token) as channel:
         stub = cluster_pb2_grpc.ClusterServiceStub(channel)
         try:
             await stub.Shutdown(cluster_pb2.ShutdownRequest(), timeout=_ASK_S)

@@ -7,11 +7,12 @@ import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from cli.log_tail import tail_logs
-from cli.preflight import client_address
+from cli.preflight import client_address, split_address
 from cli.state import Deployment, deployment_name, registered
 from cli.stop_signals import StopSignals
 from cli.terminal import Reporter
@@ -23,10 +24,12 @@ from cluster.worker_slot import SlotOptions
 from core.config import Config
 from rpc import cluster_pb2
 from rpc import worker_pb2 as pb
+from rpc.cluster_token import cluster_token
 
 _READY_S = 60.0  # from the last worker's start to the router's word that a pair can serve
 _GRACE_S = 5.0
 _CHECK_RAY_S = 0.5
+_CLUSTER_PLACEMENT_S = 900.0
 _STOP_S = 45.0  # a worker's grace, the end of its engine, Ray's calls
 
 
@@ -38,11 +41,13 @@ class Foreground:
         self,
         config: Config,
         model_name: str,
+        model_path: Path,
         log_dir: Path,
         reporter: Reporter,
         worker_classes: dict[str, str],
         verbose: bool,
         ray_session: RaySession,
+        bind: str,
     ) -> None:
         self._config = config
         self._model_name = config.served_model_name or model_name
@@ -51,24 +56,30 @@ class Foreground:
         self._worker_classes = worker_classes
         self._verbose = verbose
         self._ray = ray_session
+        self._bind = split_address(bind)
+        self._model_path = model_path
         self._url = f"http://{client_address(config.router.http)}"
         self._is_ready = False
 
     async def run(self, router: Sequence[str], config_path: str, signals: StopSignals) -> None:
         """Serves until a signal or a Shutdown call. `router`: the router's module and arguments,
-        without the controller's address. Raises PdserveError if it cannot start."""
+        without the controller's address; empty where routers run elsewhere. Raises PdserveError
+        if it cannot start."""
         options = SlotOptions(
             deployment=deployment_name(self._config.router.http),
             log_dir=str(self._log_dir),
             worker_classes=self._worker_classes,
         )
-        controller = Controller(self._config, options)
+        if not router:  # as on Kubernetes, where nodes may have to be started first
+            options = replace(options, placement_timeout_s=_CLUSTER_PLACEMENT_S)
+        controller = Controller(self._config, options, self._model_path)
         signals.notify(asyncio.get_running_loop(), controller.shutdown_requested.set)
         router_process: RouterProcess | None = None
         try:
-            await controller.start()
-            arguments = [*router, "--controller", controller.address]
-            router_process = RouterProcess(arguments, self._url, self._log_dir / "router.log")
+            await controller.start(*self._bind)
+            if router:
+                arguments = [*router, "--controller", client_address(controller.address)]
+                router_process = RouterProcess(arguments, self._url, self._log_dir / "router.log")
             with registered(self._deployment(controller.address, config_path)):
                 async with self._told(controller):
                     await self._serve(controller, router_process)
@@ -79,7 +90,7 @@ class Foreground:
                 await router_process.stop(_GRACE_S)
             await self._stop_workers(controller)
 
-    async def _serve(self, controller: Controller, router: RouterProcess) -> None:
+    async def _serve(self, controller: Controller, router: RouterProcess | None) -> None:
         starting = asyncio.create_task(self._start(controller, router))
         stop = asyncio.create_task(self._until_stopped(controller))
         try:
@@ -123,8 +134,14 @@ class Foreground:
                 stream.flush()
         os._exit(0 if was_asked else 1)  # a usual exit would call Ray once more
 
-    async def _start(self, controller: Controller, router: RouterProcess) -> None:
-        """Workers and router start side by side; the first failure ends both."""
+    async def _start(self, controller: Controller, router: RouterProcess | None) -> None:
+        """Workers and router start side by side; the first failure ends both. Without a router
+        nobody waits here for the workers: what cannot run now is tried again, and said."""
+        if router is None:
+            self._is_ready = True
+            self._reporter.rest()
+            self._reporter.done(f"Controller at {controller.address}, for {self._pools()}")
+            return
         tasks = [
             asyncio.create_task(controller.wait_ready()),
             asyncio.create_task(router.start()),
@@ -150,9 +167,10 @@ class Foreground:
             url=self._url,
             pid=me.pid,
             start_ticks=me.start_ticks,
-            controller=controller,
+            controller=client_address(controller),
             config=os.path.abspath(config_path),
             log_dir=str(self._log_dir),
+            token=cluster_token(),
         )
 
     # ------------------------------------------------------------ the story
@@ -175,6 +193,11 @@ class Foreground:
     async def _tell(self, controller: Controller) -> None:
         states: dict[str, int] = {}
         async for view in controller.publisher.watch():
+            present = {worker.id for worker in view.workers}
+            for gone in states.keys() - present:
+                del states[gone]
+                if self._is_ready:
+                    self._reporter.done(f"{gone} is gone")
             for worker in view.workers:
                 before = states.get(worker.id)
                 states[worker.id] = worker.state
@@ -184,20 +207,24 @@ class Foreground:
                     self._reporter.done(f"{worker.id} is ready (pid {worker.pid})")
                 elif worker.state == pb.WORKER_STATE_DEAD:
                     self._reporter.warn(f"{worker.id} died: {worker.detail}")
+                elif worker.state == pb.WORKER_STATE_DRAINING and before is not None:
+                    self._reporter.done(f"{worker.id} is draining")
             if not self._is_ready:
                 self._reporter.doing(_loading(view))
 
+    def _pools(self) -> str:
+        config = self._config
+        pools = (f"{getattr(config.pools, pool).replicas} {pool}" for pool in config.active_pools)
+        return f"{' and '.join(pools)} worker(s)"
+
     def _announce(self) -> None:
         config = self._config
-        pools = " and ".join(
-            f"{getattr(config.pools, pool).replicas} {pool}" for pool in config.active_pools
-        )
         body = (
             f'{{"model": "{self._model_name}", "max_tokens": 64, '
             '"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
         )
         say = self._reporter.say
-        self._reporter.done(f"Ready: {self._model_name} on {pools} worker(s)")
+        self._reporter.done(f"Ready: {self._model_name} on {self._pools()}")
         say(f"  HTTP  {self._url}  (OpenAI's API; also /cluster and /metrics)")
         say(f"  gRPC  {client_address(config.router.grpc)}")
         say(f"  logs  {self._log_dir}")

@@ -1,17 +1,23 @@
 """Follows the logs of workers and router, for --verbose."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 _POLL_S = 0.3
 _MAX_READ = 64 * 1024  # of one file in one poll; a flood is shown late rather than kept in memory
 
 
-async def tail_logs(folder: Path, write: Callable[[str], None], skip: frozenset[str]) -> None:
+async def tail_logs(
+    folder: Path,
+    write: Callable[[str], None],
+    skip: frozenset[str],
+    already_read: Mapping[Path, int] | None = None,
+) -> None:
     """Writes every new line of the folder's *.log files, with the file's name in front, until it
-    is cancelled. `skip` holds names of files that are shown elsewhere."""
-    offsets: dict[Path, int] = {}
+    is cancelled. `skip` holds names of files that are shown elsewhere,
+    `already_read` how many bytes of others are known."""
+    offsets: dict[Path, int] = dict(already_read or {})
     while True:
         for path in sorted(folder.glob("*.log")):
             if path.name in skip:

@@ -9,6 +9,7 @@ import typer
 
 from cli.bench import bench
 from cli.compare import compare
+from cli.operate import apply, doctor, drain, logs, rollout, scale, top
 from cli.terminal import Reporter, clear_errors
 
 app = typer.Typer(
@@ -22,6 +23,8 @@ app = typer.Typer(
 models_app = typer.Typer(help="Get models ahead of time and see what is here.",
                          no_args_is_help=True)  # fmt: skip
 app.add_typer(models_app, name="models")
+keys_app = typer.Typer(help="API keys of the HTTP and gRPC endpoints.", no_args_is_help=True)
+app.add_typer(keys_app, name="keys")
 
 Url = Annotated[
     str | None,
@@ -39,12 +42,22 @@ def up(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show logs, and tracebacks of errors.")
     ] = False,
+    bind: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where the controller listens, for routers elsewhere. Default: here alone.",
+        ),
+    ] = None,
+    no_router: Annotated[
+        bool, typer.Option("--no-router", help="Workers and controller only, as on Kubernetes.")
+    ] = False,
 ) -> None:
     """Start a deployment and keep it in the foreground until Ctrl-C."""
     with clear_errors(verbose):
         from cli.up import UpOptions, run_up
 
-        run_up(UpOptions(config, tuple(overrides or ()), verbose))
+        run_up(UpOptions(config, tuple(overrides or ()), verbose, bind, not no_router))
 
 
 @app.command(epilog="Example: pdserve down 127.0.0.1:8000")
@@ -67,6 +80,15 @@ def down(
             reporter.doing(f"Stopping {deployment.url} (pid {deployment.pid})")
             ended = stop_deployment(deployment)
             reporter.done("Stopped" if ended else "It did not stop when asked, and was killed")
+
+
+app.command(epilog="Example: pdserve apply configs/local.yaml --set pools.decode.replicas=2")(apply)
+app.command(epilog="Example: pdserve scale prefill=3 decode=1")(scale)
+app.command(epilog="Example: pdserve drain prefill-0 --grace 60")(drain)
+app.command(epilog="Example: pdserve rollout decode")(rollout)
+app.command(epilog="Example: pdserve logs prefill-0 -f")(logs)
+app.command(epilog="Example: pdserve top --interval 1")(top)
+app.command(epilog="Example: pdserve doctor configs/local.yaml")(doctor)
 
 
 @app.command(epilog="Example: pdserve status --json | jq '.workers[].kv_blocks'")
@@ -197,6 +219,27 @@ def models_list() -> None:
             except ModelError:
                 where = f"not here yet; pdserve models pull {name}"
             print(f"{name}\t{where}")
+
+
+@keys_app.command("new", epilog="Example: pdserve keys new alice --requests-per-minute 60")
+def keys_new(
+    name: Annotated[str, typer.Argument(help="Whose key it is.")],
+    file: Annotated[
+        Path, typer.Option(help="The file that router.api_keys_file names; made if needed.")
+    ] = Path("api-keys.yaml"),
+    requests_per_minute: Annotated[
+        float | None, typer.Option(min=0.001, help="The most; without it, no limit.")
+    ] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at once.")] = None,
+    tokens_per_minute: Annotated[
+        float | None, typer.Option(min=1, help="Prompt and output together.")
+    ] = None,
+) -> None:
+    """Make a key. It is printed once, the file keeps its hash; a running router sees it."""
+    with clear_errors():
+        from cli.keys import add_key
+
+        print(add_key(file, name, requests_per_minute, concurrency, tokens_per_minute))
 
 
 @app.command(epilog="Example: pdserve version")

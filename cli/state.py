@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from cluster.process_tree import ProcessId
@@ -22,6 +22,7 @@ class Deployment:
     controller: str  # host:port of ClusterService
     config: str
     log_dir: str
+    token: str = field(default="", repr=False)  # of the cluster, for `pdserve down`
 
     @property
     def process(self) -> ProcessId:
@@ -67,12 +68,14 @@ def find_deployment(http: str | None) -> Deployment | None:
 
 @contextlib.contextmanager
 def registered(deployment: Deployment) -> Iterator[None]:
-    """Keeps the deployment's file as long as it runs."""
+    """Keeps the deployment's file, which only its owner may read, as long as it runs."""
     path = _run_dir() / f"{deployment_name(deployment.http)}.json"
     temporary = path.with_suffix(f".{os.getpid()}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(asdict(deployment)))
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w") as file:
+            json.dump(asdict(deployment), file)
         temporary.replace(path)
     except OSError as error:
         raise UnavailableError(f"cannot write {path}: {error.strerror}") from error

@@ -26,6 +26,9 @@ class UpOptions:
     config_path: Path
     overrides: tuple[str, ...] = ()
     verbose: bool = False
+    # Where the controller listens, "host:port"; None: any free port of this machine.
+    bind: str | None = None
+    has_router: bool = True  # False: routers run elsewhere and are told the controller's address
     # Other programs in the places of the real ones.
     router_module: str = "router"
     worker_classes: dict[str, str] = field(default_factory=dict)
@@ -49,12 +52,13 @@ class _Checked:
     config: Config
     overrides: tuple[str, ...]  # that make `config` out of the file
     model_name: str
+    model_path: Path
 
 
 def _check(options: UpOptions, reporter: Reporter) -> _Checked:
     """Everything that can be checked before a process is started, and the model fetched."""
     config = load_config(options.config_path, options.overrides)
-    claimed = claim_addresses(config)
+    claimed = claim_addresses(config) if options.has_router else {}
     overrides = (*options.overrides, *(f"{key}='{value}'" for key, value in claimed.items()))
     config = load_config(options.config_path, overrides)
     reporter.doing(f"Looking for model {config.model}")
@@ -64,7 +68,7 @@ def _check(options: UpOptions, reporter: Reporter) -> _Checked:
         from cluster.sizing import check_memory
 
         check_memory(config, model.path, available_memory())
-    return _Checked(config, overrides, model.name)
+    return _Checked(config, overrides, model.name, model.path)
 
 
 def _run(
@@ -79,22 +83,28 @@ def _run(
         reporter.doing("Starting Ray" if config.ray.address is None else "Connecting to Ray")
         from cli.foreground import Foreground  # imports ray
         from cluster.ray_session import ray_session
+        from rpc.cluster_token import fresh_cluster_token
 
         with contextlib.ExitStack() as stack:
+            stack.enter_context(fresh_cluster_token())  # before a process is started
             with signals.deferred():
                 session = stack.enter_context(ray_session(config))
             foreground = Foreground(
                 config,
                 checked.model_name,
+                checked.model_path,
                 log_dir,
                 reporter,
                 options.worker_classes,
                 options.verbose,
                 session,
+                options.bind or "127.0.0.1:0",
             )
-            router = [options.router_module, "--config", str(options.config_path)]
-            for override in checked.overrides:
-                router += ["--set", override]
+            router: list[str] = []
+            if options.has_router:
+                router = [options.router_module, "--config", str(options.config_path)]
+                for override in checked.overrides:
+                    router += ["--set", override]
             try:
                 asyncio.run(foreground.run(router, str(options.config_path), signals))
             finally:

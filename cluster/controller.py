@@ -22,6 +22,7 @@ from core.types import Role
 from core.worker_settings import WorkerSettings
 from rpc import cluster_pb2_grpc
 from rpc.channel import make_server
+from rpc.cluster_token import cluster_token
 
 logger = logging.getLogger(__name__)
 
@@ -125,10 +126,9 @@ class Controller:
         return is_quiet
 
     def _check_room(self, config: Config) -> None:
-        is_measured = self._model_path is not None and config.ray.address is None
-        if is_measured and not any(
-            getattr(config.pools, pool).resources.get("GPU") for pool in config.active_pools
-        ):
+        if self._model_path is None or config.ray.address is not None:
+            return
+        if not any(getattr(config.pools, p).resources.get("GPU") for p in config.active_pools):
             check_room(config, self._model_path, 1, available_memory())
 
     def _bundle(self, pool: str, config: Config) -> dict[str, float]:
@@ -147,6 +147,7 @@ class Controller:
             host="127.0.0.1" if is_local else "",
             num_threads=share.num_threads,
             kv_memory_bytes=share.kv_memory_bytes,
+            cluster_token=cluster_token(),
         )
         slot = WorkerSlot(
             settings, self._bundle(pool, config), self.publisher, self._options, is_trial

@@ -86,6 +86,8 @@ class Operations:
             )
         if not changes:
             say("nothing to change")
+        # Where the file left a port open, the one that was found stays.
+        new = new.model_copy(update={"router": self._fleet.config.router})
         pools = sorted({p for c in changes if c.kind is ChangeKind.ROLLOUT for p in c.pools})
         # First the rollout, with the sizes of now: a new setting that is not healthy ends it here.
         if pools:
@@ -101,14 +103,20 @@ class Operations:
             self._check_pool(pool)
             if not 0 <= wanted <= MAX_REPLICAS:
                 raise RequestError(f"{pool}={wanted}: expected 0 to {MAX_REPLICAS} workers")
-        config = self._fleet.config = resized(self._fleet.config, replicas)
+        config = resized(self._fleet.config, replicas)
         grown: list[WorkerSlot] = []
         surplus: list[WorkerSlot] = []
         for pool, wanted in replicas.items():
             present = self._fleet.workers(pool)
-            for _ in range(wanted - len(present)):
-                grown.append(self._fleet.add(pool, config, is_trial=False))
+            try:
+                for _ in range(wanted - len(present)):
+                    grown.append(self._fleet.add(pool, config, is_trial=False))
+            except RequestError:  # what has been begun stays, and is what is wanted now
+                now = {name: len(self._fleet.workers(name)) for name in replicas}
+                self._fleet.config = resized(config, now)
+                raise
             surplus += await least_missed(present, len(present) - wanted)
+        self._fleet.config = config
         if grown:
             say(f"starting {_names(grown)}")
         if surplus:

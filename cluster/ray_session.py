@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from core.errors import ConfigError, PdserveError, UnavailableError  # noqa: E40
 
 _OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; no KV and no token passes through it
 _UNLIMITED = 1e6
+_CONNECT_S = 60.0
 _END_PATIENCE_S = 8.0
 _HEAD_NAMES = {"gcs_server", "raylet"}
 _INIT_OPTIONS: dict[str, Any] = {
@@ -88,7 +90,7 @@ def ray_session(config: Config) -> Iterator[RaySession]:
             if address is None:
                 _start_local(config, session)
             else:
-                ray.init(address=address, **_INIT_OPTIONS)
+                _connect(address)
         except PdserveError:
             raise
         except Exception as error:
@@ -97,6 +99,19 @@ def ray_session(config: Config) -> Iterator[RaySession]:
         yield session
     finally:
         session.end()
+
+
+def _connect(address: str, patience_s: float = _CONNECT_S) -> None:
+    """To a cluster that may be starting at this moment too, as in one pod."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            ray.init(address=address, **_INIT_OPTIONS)
+            return
+        except ConnectionError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1.0)
 
 
 def _start_local(config: Config, session: RaySession) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from core.errors import ConfigError, ModelError
 from core.types import Role
 from core.worker_settings import WorkerSettings
+from rpc.cluster_token import set_cluster_token
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ class WorkerActor:
         """Builds and starts the worker. `settings.host` "" stands for this node's address."""
         # Ray sets 1. Read by OpenMP when torch is imported, which has not happened yet.
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+        # The worker may be on another machine: then it is not in the environment yet.
+        set_cluster_token(settings.cluster_token)
         try:
             self._progress = "importing"
             if not settings.host:

@@ -76,6 +76,7 @@ class WorkerSlot:
         self._actor: Any = None
         self._ready_at: float | None = None
         self._is_stopping = False
+        self._life_over = asyncio.Event()
         self._entry = pb.WorkerEntry(
             id=settings.worker_id, role=codec.role_to_pb(settings.role), host=settings.host
         )
@@ -115,11 +116,15 @@ class WorkerSlot:
         self._is_stopping = True
         if self._entry.state == worker_pb.WORKER_STATE_READY:
             self._publish(WorkerState.DRAINING, "stopping")
+        has_ended = False
         if self._actor is not None:
             with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
                 await _call(self._actor.stop.remote(grace_s), grace_s + _CALL_TIMEOUT_S)
-                await asyncio.wait([self._task], timeout=_EXIT_S)
-        self._task.cancel()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._life_over.wait(), _EXIT_S)
+                has_ended = True
+        if not has_ended:  # else its place is being given back: a call of Ray, not to be abandoned
+            self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self.first_ready.cancel()
         self._publisher.remove(self.settings.worker_id)
@@ -150,6 +155,7 @@ class WorkerSlot:
         """One life, from reservation to death. Returns what ended it."""
         worker_id = self.settings.worker_id
         self._forget_life()
+        self._life_over.clear()
         self._publish(WorkerState.STARTING, "waiting for resources")
         name = f"pdserve:{self._options.deployment}:{worker_id}"
         try:
@@ -159,6 +165,7 @@ class WorkerSlot:
                     await self._start()
                     return EngineError(await self._actor.watch.remote())
                 finally:
+                    self._life_over.set()
                     actor, self._actor = self._actor, None
                     await asyncio.to_thread(ray.kill, actor)
         except PdserveError as error:

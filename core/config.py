@@ -14,6 +14,10 @@ Positive = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
+_PAIR = ("prefill", "decode")
+# KV that passes between pools depends on these.
+_ALIKE_IN_POOLS = ("block_size", "quantization", "kv_cache_dtype")
+
 
 class _Section(BaseModel):
     # Strict: `replicas: true` or `"2"` is a mistake, not a number.
@@ -28,6 +32,25 @@ class _KeyedError(ValueError):
         self.location = location
 
 
+class SpeculativeConfig(_Section):
+    """Guesses checked in one step of decode workers; the output does not change."""
+
+    method: Literal["ngram"]
+    num_tokens: Annotated[int, Field(ge=1, le=16)] = 4
+    # Lengths of the repeated ends that are looked for.
+    prompt_lookup_min: Annotated[int, Field(ge=1, le=16)] = 2
+    prompt_lookup_max: Annotated[int, Field(ge=1, le=16)] = 4
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> "SpeculativeConfig":
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise _KeyedError(
+                ("prompt_lookup_min",),
+                f"expected at most prompt_lookup_max ({self.prompt_lookup_max})",
+            )
+        return self
+
+
 class EngineConfig(_Section):
     """Limits and numerics of one engine; a pool's `engine` section overrides single keys."""
 
@@ -40,6 +63,7 @@ class EngineConfig(_Section):
     kv_cache_dtype: Literal["auto", "bf16", "int8", "fp8_e4m3"] = "auto"
     quantization: Literal["none", "int8", "int4"] = "none"
     threads: Positive | Literal["auto"] = "auto"
+    speculative: SpeculativeConfig | None = None
 
 
 class PoolConfig(_Section):
@@ -61,6 +85,17 @@ class KVTransferConfig(_Section):
     checksum: bool = True
 
 
+class SloConfig(_Section):
+    """What counts as goodput: seconds, None for no limit."""
+
+    ttft: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    tpot: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return self.ttft is not None or self.tpot is not None
+
+
 class RouterConfig(_Section):
     http: str = "127.0.0.1:8000"
     grpc: str = "127.0.0.1:8001"
@@ -70,6 +105,8 @@ class RouterConfig(_Section):
     reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = None
     api_keys_file: str | None = None
     max_attempts: Annotated[int, Field(ge=1, le=10)] = 3
+    slo: SloConfig = SloConfig()
+    otlp_endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None
     max_concurrent_requests: Positive = 1024
     max_body_bytes: Positive = 8 * 1024 * 1024
 
@@ -110,13 +147,14 @@ class Config(_Section):
         for name in ("prefill", "decode", "colocated"):
             self.engine_for(name)
         if self.mode == "disaggregated":
-            sizes = {name: self.engine_for(name).block_size for name in ("prefill", "decode")}
-            if len(set(sizes.values())) > 1:
-                name = next(n for n in sizes if "block_size" in getattr(self.pools, n).engine)
-                raise _KeyedError(
-                    ("pools", name, "engine", "block_size"),
-                    f"expected the same in the prefill and decode pools, got {sizes}",
-                )
+            for key in _ALIKE_IN_POOLS:
+                values = {name: getattr(self.engine_for(name), key) for name in _PAIR}
+                if len(set(values.values())) > 1:
+                    name = next(n for n in _PAIR if key in getattr(self.pools, n).engine)
+                    raise _KeyedError(
+                        ("pools", name, "engine", key),
+                        f"expected the same in the prefill and decode pools, got {values}",
+                    )
         return self
 
     def engine_for(self, pool: str) -> EngineConfig:

@@ -1,7 +1,7 @@
 """What a worker process is told when it starts."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from core.config import Config, EngineConfig
 from core.types import Role
@@ -18,6 +18,7 @@ class WorkerSettings:
     port: int = 0  # 0: any free one
     num_threads: int = 0  # for torch; 0: all cores
     kv_memory_bytes: int = 0  # for KV blocks when num_kv_blocks is not set; 0: a share of free RAM
+    cluster_token: str = field(default="", repr=False)  # of internal calls; "": none is checked
 
     @property
     def engine(self) -> EngineConfig:

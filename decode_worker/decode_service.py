@@ -9,6 +9,7 @@ from engine.types import SequenceOutput
 from rpc import codec, worker_pb2_grpc
 from rpc import worker_pb2 as pb
 from rpc.status import translated_errors
+from rpc.trace import log_attempt
 from worker.outputs import OutputStream
 from worker.runtime import WorkerRuntime
 
@@ -23,6 +24,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         async with translated_errors(context):
             self._runtime.check_callable(message.incarnation)
             request = codec.request_from_pb(message.request)
+            log_attempt("decode", request, context)
             with self._runtime.outputs.open(request.request_id) as outputs:
                 if message.HasField("source"):
                     await self._after_hand_over(request, message.source, outputs, context)
@@ -62,22 +64,35 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         try:
             matcher = await self._runtime.matcher(request)
             await self._runtime.run_on_engine(lambda e: e.add(request, matcher))
-            await self._stream(outputs, len(request.output_token_ids), context)
+            await self._stream(outputs, len(request.output_token_ids), context, request)
         except BaseException:
             self._runtime.abort(request.request_id)
             raise
 
     async def _stream(
-        self, outputs: OutputStream, num_emitted: int, context: grpc.aio.ServicerContext
+        self,
+        outputs: OutputStream,
+        num_emitted: int,
+        context: grpc.aio.ServicerContext,
+        scored: GenerationRequest | None = None,
     ) -> None:
-        """Tokens as they come; those that pile up behind a slow reader go as one message."""
+        """Tokens as they come; those that pile up behind a slow reader go as one message.
+        `scored`: whose prompt is computed, and maybe scored, here."""
         is_finished = False
+        num_scored = 1  # nothing predicts the prompt's first token
         while not is_finished:
             batch = [await outputs.next()]
             while outputs.has_more():
                 batch.append(await outputs.next())
             if (started := _admission(batch)) is not None:
                 await context.write(pb.DecodeEvent(started=started))
+            for output in batch:
+                if output.prompt_logprobs and scored is not None:
+                    message = codec.prompt_logprobs_to_pb(
+                        scored.prompt_token_ids, num_scored, output.prompt_logprobs
+                    )
+                    num_scored += len(output.prompt_logprobs)
+                    await context.write(pb.DecodeEvent(prompt_logprobs=message))
             tokens = _tokens(batch, num_emitted)
             num_emitted += len(tokens.tokens)
             is_finished = batch[-1].finish_reason is not None

@@ -1,17 +1,17 @@
 """Drives the decode worker's side of a hand-over: `kv_transfer.receive` decides, this acts.
 
-    attach to P                         the lease: P keeps the blocks as long as the stream lives
-    <- admitted: P's block ids          P has its blocks and will run to the end; only now
-    reserve blocks here (FIFO)          do we take ours, so that P and D cannot wait for each other
-    <- ready: n blocks are final        pull them while P computes the next chunk
-    <- commit: tokens, checksums        pull the rest, verify
-    release at P -> pinned?             the fence: only a "yes" makes the KV ours
-    start decoding
+attach to P                         the lease: P keeps the blocks as long as the stream lives
+<- admitted: P's block ids          P has its blocks and will run to the end; only now
+reserve blocks here (FIFO)          do we take ours, so that P and D cannot wait for each other
+<- ready: n blocks are final        pull them while P computes the next chunk
+<- commit: tokens, checksums        pull the rest, verify
+release at P -> pinned?             the fence: only a "yes" makes the KV ours
+start decoding
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from core.types import FinishReason, GenerationRequest
 from decode_worker.peers import PeerBook, PrefillPeer
 from engine.grammar import Matcher
 from kv_transfer.base import TransferInDoubt, settled
-from kv_transfer.checksum import verify
+from kv_transfer.checksum import block_checksums, compare
 from kv_transfer.events import Admitted, Commit, Event, Finished, Ready
 from kv_transfer.receive import Receive, ReceiveState
 from rpc import codec
@@ -70,6 +70,7 @@ class KVImport:
         self._arrived = now()
         self._committed_at: float | None = None
         self._changed = asyncio.Event()
+        self._checksums: list[int] = []  # of what was pulled
         tokens = request.token_ids
         self._machine = Receive(
             num_tokens=len(tokens),
@@ -236,24 +237,33 @@ class KVImport:
             machine.local_ids[start:end],
         )
         seconds = now() - since
-        runtime.transport_in_use = runtime.carriers.note(
-            self._source.worker_id, peer.transfer.name, peer.transfer.carrier(peer.peer)
-        )
+        runtime.transport_in_use = self._carrier(peer)
         runtime.kv_bytes_received += num_bytes
         started.kv_bytes += num_bytes
         started.kv_transfer_seconds += seconds
         if len(started.pulls) < _MAX_PULLS:
             offset = since - self._arrived
             started.pulls.add(bytes=num_bytes, offset_seconds=offset, seconds=seconds)
+        if runtime.settings.config.kv_transfer.checksum:
+            # Now, while P computes on: at the commit only the last chunk's are left to do.
+            self._checksums += await self._sums(machine.local_ids[start:end])
         machine.pulled()
+
+    def _carrier(self, peer: PrefillPeer) -> str:
+        transfer = peer.transfer
+        carrier = transfer.carrier(peer.peer)
+        return self._runtime.carriers.note(peer.peer.worker_id, transfer.name, carrier)
 
     async def _verify(self) -> None:
         machine = self._machine
         assert machine.commit is not None
-        if checksums := machine.commit.checksums[machine.num_held :]:
-            block_ids = machine.local_ids[machine.num_held :]
-            await asyncio.to_thread(verify, self._runtime.engine.kv_cache, block_ids, checksums)
+        if expected := machine.commit.checksums[machine.num_held :]:
+            found = self._checksums or await self._sums(machine.local_ids[machine.num_held :])
+            compare(found, expected)
         machine.verified()
+
+    async def _sums(self, block_ids: Sequence[int]) -> list[int]:
+        return await asyncio.to_thread(block_checksums, self._runtime.engine.kv_cache, block_ids)
 
     async def _release(self, peer: PrefillPeer) -> None:
         try:
@@ -262,7 +272,7 @@ class KVImport:
                     request_id=self._request.request_id,
                     incarnation=self._source.incarnation,
                     bytes_read=self._started.kv_bytes,
-                    transport=self._runtime.transport_in_use if self._started.kv_bytes else "",
+                    transport=self._carrier(peer),
                 ),
                 timeout=_RELEASE_SECONDS,
             )

@@ -3,21 +3,33 @@
 import itertools
 import logging
 import time
+from dataclasses import dataclass, field
 
 import torch
 
 from core.config import EngineConfig
 from core.errors import EngineError, RequestError
-from core.types import GenerationRequest, KVBlockCounts, TokenLogprobs
-from engine.attention.base import StepBatch
+from core.types import FinishReason, GenerationRequest, KVBlockCounts, TokenLogprobs
 from engine.block_pool import BlockPool
 from engine.grammar import Matcher
-from engine.sampler import Sampler, SamplerOutput
+from engine.sampler import Sampler, score
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence, SequenceState, check_request, check_token_ids
+from engine.speculative import NgramProposer
+from engine.step import prepare
 from engine.types import EngineStats, Model, SequenceOutput
 
 logger = logging.getLogger(__name__)
+
+_Sample = tuple[int | None, TokenLogprobs | None]
+
+
+@dataclass(slots=True)
+class _StepResult:
+    """What the model said: one sample for each row to sample from, and scores of prompts."""
+
+    samples: list[_Sample] = field(default_factory=list)
+    prompt_logprobs: list[tuple[Sequence, list[TokenLogprobs]]] = field(default_factory=list)
 
 
 class Engine:
@@ -45,7 +57,11 @@ class Engine:
             num_kv_blocks * config.block_size,
         )
         self.pool = BlockPool(num_kv_blocks, config.enable_prefix_caching)
-        self.scheduler = Scheduler(config, self.pool)
+        speculative = config.speculative
+        self._proposer = NgramProposer(speculative) if speculative is not None else None
+        self.scheduler = Scheduler(
+            config, self.pool, self._propose if self._proposer is not None else None
+        )
         self.made_progress = False  # whether the last step did anything at all
         self._sampler = Sampler()
         self.model = model
@@ -56,6 +72,8 @@ class Engine:
         self._early: list[SequenceOutput] = []  # outputs of the next step, known before it
         self._num_prefilled = 0
         self._num_decoded = 0
+        self._num_drafted = 0
+        self._num_accepted = 0
 
     # ------------------------------------------------------------ requests in
 
@@ -141,6 +159,8 @@ class Engine:
             tokens_decoded_total=self._num_decoded,
             prefix_hit_tokens_total=scheduler.num_hit_tokens,
             preemptions_total=scheduler.num_preemptions,
+            tokens_drafted_total=self._num_drafted,
+            tokens_draft_accepted_total=self._num_accepted,
         )
 
     def block_counts(self) -> KVBlockCounts:
@@ -174,26 +194,34 @@ class Engine:
         return outputs
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan) -> SamplerOutput | Exception:
+    def _run(self, plan: StepPlan) -> "_StepResult | Exception":
         if not plan.steps:
-            return SamplerOutput([], [])
+            return _StepResult()
         try:
-            batch, input_ids, positions, logits_rows, sampled = _prepare(plan)
-            tensors = (
+            inputs = prepare(plan)
+            input_ids, positions, rows = (
                 torch.tensor(values, dtype=torch.int64).to(self._device)
-                for values in (input_ids, positions, logits_rows)
+                for values in (inputs.input_ids, inputs.positions, inputs.logits_rows)
             )
-            input_tensor, position_tensor, rows = tensors
-            logits = self.model.forward(input_tensor, position_tensor, batch, rows)
-            if not sampled:
-                return SamplerOutput([], [])
-            return self._sampler.sample(logits, sampled)
+            logits = self.model.forward(input_ids, positions, inputs.batch, rows)
+            result, start = _StepResult(), len(inputs.sampled)
+            if start:
+                sampled = logits[:start]
+                output = self._sampler.sample(sampled, inputs.sampled, inputs.drafted)
+                result.samples = list(zip(output.token_ids, output.logprobs, strict=True))
+            for item in inputs.scores:
+                end = start + len(item.token_ids)
+                num_top = item.seq.sampling.prompt_logprobs or 0
+                scored = score(logits[start:end], item.token_ids, num_top)
+                result.prompt_logprobs.append((item.seq, scored))
+                start = end
+            return result
         except Exception as error:
             logger.exception("a step with %d sequences failed", len(plan.steps))
             return error
 
     def _postprocess(
-        self, plan: StepPlan, result: SamplerOutput | Exception
+        self, plan: StepPlan, result: "_StepResult | Exception"
     ) -> list[SequenceOutput]:
         self.made_progress = plan.made_progress or bool(self._early)
         early, self._early = self._early, []
@@ -202,41 +230,58 @@ class Engine:
             for seq, _ in plan.steps:
                 self._fail(seq, outputs, f"the engine failed in a step: {result}")
         else:
+            for seq, scored in result.prompt_logprobs:
+                seq.num_prompt_logprobs += len(scored)
+                _output_of(seq, outputs).prompt_logprobs = scored
             self._advance(plan, result, outputs)
         return [*early, *outputs.values()]
 
     def _advance(
-        self, plan: StepPlan, result: SamplerOutput, outputs: dict[str, SequenceOutput]
+        self, plan: StepPlan, result: "_StepResult", outputs: dict[str, SequenceOutput]
     ) -> None:
-        samples = zip(result.token_ids, result.logprobs, strict=True)
-        for index, (seq, num_tokens) in enumerate(plan.steps):
-            is_decode = index < plan.num_decodes
+        samples = iter(result.samples)
+        for seq, num_tokens in plan.steps:
+            if not seq.is_prefilling:
+                self._advance_decode(seq, [next(samples) for _ in range(num_tokens)], outputs)
+                continue
             self.scheduler.advance(seq, num_tokens)
-            if is_decode:
-                self._num_decoded += 1
-            else:
-                self._num_prefilled += num_tokens
+            self._num_prefilled += num_tokens
             if seq.num_uncomputed_tokens == 0:
-                token_id, logprobs = next(samples)
-                if token_id is None:
-                    self._fail(seq, outputs, "the model's logits are not finite")
+                if seq.sampling.max_tokens == 0:
+                    _output_of(seq, outputs).finish_reason = FinishReason.LENGTH
+                    self._end(seq)
                 else:
-                    self._emit(seq, token_id, logprobs, outputs)
+                    self._emit(seq, next(samples), outputs)
             elif seq.hold:
                 _output_of(seq, outputs).num_computed_tokens = seq.num_computed_tokens
 
-    def _emit(
-        self,
-        seq: Sequence,
-        token_id: int,
-        logprobs: TokenLogprobs | None,
-        outputs: dict[str, SequenceOutput],
+    def _advance_decode(
+        self, seq: Sequence, samples: list[_Sample], outputs: dict[str, SequenceOutput]
     ) -> None:
-        output = _output_of(seq, outputs)
-        output.num_computed_tokens = seq.num_computed_tokens
+        """One sample for the last token and one for each that was guessed to follow it. They
+        count as long as the guess before them was right."""
+        draft, seq.draft = seq.draft, []
+        self._num_drafted += len(draft)
+        for index, sample in enumerate(samples):
+            self.scheduler.advance(seq, 1)  # of the last token, or of a right guess
+            self._num_decoded += 1
+            goes_on = self._emit(seq, sample, outputs)
+            is_guessed = index < len(draft) and sample[0] == draft[index]
+            self._num_accepted += is_guessed
+            if not goes_on or not is_guessed:
+                return
+
+    def _emit(self, seq: Sequence, sample: _Sample, outputs: dict[str, SequenceOutput]) -> bool:
+        """Adds one sampled token; False if the sequence computes nothing more."""
+        token_id, logprobs = sample
+        if token_id is None:
+            self._fail(seq, outputs, "the model's logits are not finite")
+            return False
         if not seq.append(token_id):
             self._fail(seq, outputs, "the sampled token is against the grammar")
-            return
+            return False
+        output = _output_of(seq, outputs)
+        output.num_computed_tokens = seq.num_computed_tokens
         output.token_ids.append(token_id)
         if logprobs is not None:
             output.logprobs = [*(output.logprobs or ()), logprobs]
@@ -248,6 +293,18 @@ class Engine:
                 self.scheduler.hold(seq)
             else:
                 self._end(seq)
+        else:
+            return True
+        return False
+
+    def _propose(self, seq: Sequence, limit: int) -> list[int]:
+        """No guess goes where a plain step would not: the last token needs none."""
+        assert self._proposer is not None
+        left = min(
+            seq.sampling.max_tokens - seq.num_output_tokens,
+            self.max_model_len - len(seq.token_ids),
+        )
+        return self._proposer.propose(seq, min(limit, left - 1))
 
     # ---------------------------------------------------------------- helpers
 
@@ -307,30 +364,6 @@ class Engine:
     def _end(self, seq: Sequence) -> None:
         self.scheduler.finish(seq)
         del self._sequences[seq.request_id]
-
-
-def _prepare(
-    plan: StepPlan,
-) -> tuple[StepBatch, list[int], list[int], list[int], list[Sequence]]:
-    """The batch, input ids, positions, rows whose logits are needed, and their sequences."""
-    input_ids: list[int] = []
-    positions: list[int] = []
-    logits_rows: list[int] = []
-    sampled: list[Sequence] = []
-    query_lens, seq_lens, block_tables = [], [], []
-    for seq, num_tokens in plan.steps:
-        start = seq.num_computed_tokens
-        end = start + num_tokens
-        input_ids += seq.token_ids[start:end]
-        positions += range(start, end)
-        query_lens.append(num_tokens)
-        seq_lens.append(end)
-        block_tables.append(seq.block_table)
-        if end == len(seq.token_ids):
-            logits_rows.append(len(input_ids) - 1)
-            sampled.append(seq)
-    batch = StepBatch(query_lens, seq_lens, block_tables, plan.num_decodes)
-    return batch, input_ids, positions, logits_rows, sampled
 
 
 def _admitted(seq: Sequence) -> SequenceOutput:

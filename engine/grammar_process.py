@@ -20,6 +20,8 @@ from core.vocabulary import load_vocabulary
 # What one compilation may take beyond what the process has when it is ready.
 _MEMORY_BYTES = 1 << 30
 _WHERE = re.compile(r"^\[[\d:]+\] \S+\.(?:cc|h):\d+: ")
+# A rule for one character of a string, as a grammar prints it.
+_CHARACTERS = re.compile(r'^(\S+ ::= \(\(\[\^)(\\"\\\\\\r\\n\]\)\))$', re.M)
 # JSON schema words that xgrammar leaves out without a word: the output would not be valid.
 _UNSUPPORTED = (
     "contains", "dependentRequired", "dependentSchemas", "else", "if", "maxContains",
@@ -49,13 +51,23 @@ def compile_grammar(compiler: Any, kind: str, value: str) -> str:
         kind, value = "json_schema", '{"type": "object"}'
     if kind == "json_schema":
         refuse_unsupported(json.loads(value))
-        # A model may otherwise write nothing but spaces for ever.
-        compiled = compiler.compile_json_schema(value, max_whitespace_cnt=32)
+        compiled = compiler.compile_grammar(_json_grammar(value))
     elif kind == "regex":
         compiled = compiler.compile_regex(value)
     else:
         compiled = compiler.compile_grammar(value)
     return compiled.serialize_json()
+
+
+def _json_grammar(schema: str) -> Any:
+    """A schema's grammar, with what xgrammar 0.2.9 gets wrong put right: in a string of limited
+    length it allows raw control characters, which are no JSON."""
+    import xgrammar
+
+    # Without a limit a model may write nothing but spaces for ever.
+    grammar = xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=32)
+    text, count = _CHARACTERS.subn(lambda m: m[1] + r"\0-\x1f" + m[2], str(grammar))
+    return xgrammar.Grammar.from_ebnf(text) if count else grammar
 
 
 def refuse_unsupported(schema: Any) -> None:

@@ -312,6 +312,11 @@ def _pick(weights: torch.Tensor, dices: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------ logprobs
 
 
+def score(logits: torch.Tensor, token_ids: Seq[int], num_top: int) -> list[TokenLogprobs]:
+    """Logprobs of one given token for each row of raw logits, with the `num_top` best."""
+    return [_entry(row, token_id, num_top) for row, token_id in zip(logits, token_ids, strict=True)]
+
+
 def _logprobs(
     raw: torch.Tensor, chosen: Seq[int | None], sequences: Seq[Sequence]
 ) -> list[TokenLogprobs | None]:
@@ -320,12 +325,16 @@ def _logprobs(
         num_top = seq.sampling.logprobs
         if num_top is None or token_id is None:
             continue
-        values = raw[row].log_softmax(dim=-1)
-        top: tuple[tuple[int, float], ...] = ()
-        if num_top:
-            top = _top_of(values, min(num_top, values.numel()))
-        result[row] = TokenLogprobs(logprob=values[token_id].item(), top=top)
+        result[row] = _entry(raw[row], token_id, num_top)
     return result
+
+
+def _entry(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
+    values = logits.log_softmax(dim=-1)
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top:
+        top = _top_of(values, min(num_top, values.numel()))
+    return TokenLogprobs(logprob=values[token_id].item(), top=top)
 
 
 def _top_of(values: torch.Tensor, count: int) -> tuple[tuple[int, float], ...]:

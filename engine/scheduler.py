@@ -1,16 +1,22 @@
 """Decides what runs in a step, and which sequence owns which blocks. Never touches a tensor.
 
-A step is: one token for every sequence that decodes, then chunks of prompts in the order of
-arrival, then admissions, all within `max_num_batched_tokens`.
+A step is: one token for every sequence that decodes, guesses of what follows it, then chunks of
+prompts in the order of arrival, then admissions, all within `max_num_batched_tokens`.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from core.config import EngineConfig
 from core.errors import EngineError
 from engine.block_pool import BlockPool, Owner
 from engine.sequence import Sequence, SequenceState
+
+# Guesses at most so many tokens that may follow a sequence.
+Propose = Callable[[Sequence, int], list[int]]
+# Tokens of a step whose logits are all wanted, about: [256, 128k] float32 are 128 MB.
+MAX_SCORED_TOKENS = 256
 
 _OWNERS = {
     SequenceState.RUNNING: Owner.RUNNING,
@@ -21,10 +27,12 @@ _OWNERS = {
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step computes, sequences that decode first, and what changed hands for it."""
+    """What one step computes, and what changed hands for it. Sequences that decode one token come
+    first, then those with a draft (`Sequence.draft`), then prompts."""
 
     steps: list[tuple[Sequence, int]] = field(default_factory=list)  # with num_scheduled_tokens
-    num_decodes: int = 0
+    num_decodes: int = 0  # without a draft
+    num_scored: int = 0  # tokens of prompts whose logprobs are wanted
     admitted: list[Sequence] = field(default_factory=list)  # for the first time
     has_preempted: bool = False
     has_readmitted: bool = False
@@ -52,8 +60,11 @@ class Scheduler:
       only, and leaves at least one token to compute.
     """
 
-    def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
+    def __init__(
+        self, config: EngineConfig, pool: BlockPool, propose: Propose | None = None
+    ) -> None:
         self.pool = pool
+        self._propose = propose
         self.waiting: deque[Sequence] = deque()
         self.waiting_remote: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest admission first
@@ -85,7 +96,26 @@ class Scheduler:
                 plan.steps.append((seq, 1))
                 budget -= 1
             index += 1
-        plan.num_decodes = len(plan.steps)
+        if self._propose is not None and plan.steps:
+            budget = self._add_drafts(plan, budget, self._propose)
+        plan.num_decodes = sum(1 for _, num_tokens in plan.steps if num_tokens == 1)
+        return budget
+
+    def _add_drafts(self, plan: StepPlan, budget: int, propose: Propose) -> int:
+        """Lets sequences that decode guess as far as budget and blocks allow: nobody is
+        preempted, and no reserve used, for a guess."""
+        for index, (seq, _) in enumerate(plan.steps):
+            seq.draft = propose(seq, budget)
+            has_slots = len(seq.block_table) * self._block_size - seq.num_computed_tokens - 1
+            missing = -(-(len(seq.draft) - has_slots) // self._block_size)
+            if missing > 0:
+                if self.pool.num_free - missing >= self._num_reserved():
+                    seq.block_table += self.pool.allocate(missing, Owner.RUNNING)
+                else:
+                    del seq.draft[has_slots:]
+            plan.steps[index] = (seq, 1 + len(seq.draft))
+            budget -= len(seq.draft)
+        plan.steps.sort(key=lambda step: step[1] > 1)  # stable
         return budget
 
     def _schedule_prefills(self, plan: StepPlan, budget: int) -> int:
@@ -98,6 +128,9 @@ class Scheduler:
 
     def _schedule_chunk(self, seq: Sequence, plan: StepPlan, budget: int) -> int:
         num_tokens = min(budget, seq.num_uncomputed_tokens)
+        if seq.wants_prompt_logprobs:
+            num_tokens = min(num_tokens, max(1, MAX_SCORED_TOKENS - plan.num_scored))
+            plan.num_scored += num_tokens
         plan.steps.append((seq, num_tokens))
         return budget - num_tokens
 
@@ -167,7 +200,7 @@ class Scheduler:
         # The last token is computed here, unless a peer sends what is missing.
         num_usable = num_tokens if seq.wants_remote_kv else num_tokens - 1
         hits: list[int] = []
-        if pool.enable_prefix_caching:
+        if pool.enable_prefix_caching and not seq.wants_prompt_logprobs:
             hits = pool.find(seq.block_hashes(num_usable // block_size, block_size))
         num_new = -(-num_tokens // block_size) - len(hits)
         if num_new + self._num_reserved() > pool.num_free_without(hits):

@@ -54,6 +54,10 @@ class Sequence:
     num_registered_blocks: int = 0  # first blocks that were offered to the prefix cache
     block_table: list[int] = field(default_factory=list)
     sampler_state: Any = None  # the sampler's own; survives preemption
+    draft: list[int] = field(default_factory=list)  # guessed tokens of the step that runs
+    draft_history: Any = None  # the proposer's own
+    # Of the prompt's logprobs, the first so many (from its second token on) are done.
+    num_prompt_logprobs: int = 0
     matcher: Matcher | None = None  # has accepted every output token; survives preemption
 
     _block_hashes: list[bytes] = field(default_factory=list)
@@ -61,6 +65,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.token_ids)
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
+        if self.wants_remote_kv:  # who computes the prompt reports them
+            self.num_prompt_logprobs = self.num_prompt_tokens - 1
 
     @property
     def request_id(self) -> str:
@@ -81,6 +87,13 @@ class Sequence:
     @property
     def is_prefilling(self) -> bool:
         return self.num_computed_tokens < self.num_prefill_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Some of its prompt's logprobs are still due."""
+        if self.sampling.prompt_logprobs is None:
+            return False
+        return self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
     def append(self, token_id: int) -> bool:
         """One more output token, wherever it was sampled. False: its grammar forbids it."""
@@ -116,14 +129,15 @@ def check_request(request: GenerationRequest, vocab_size: int, max_model_len: in
     params, num_tokens = request.sampling, len(request.token_ids)
     if not request.prompt_token_ids:
         raise RequestError("the prompt has no tokens", param="prompt")
-    if num_tokens >= max_model_len:
+    is_scored_only = params.max_tokens == 0 and params.prompt_logprobs is not None
+    if num_tokens + (not is_scored_only) > max_model_len:
         raise RequestError(
             f"the prompt has {num_tokens} tokens and leaves no room for an answer: the context "
             f"holds {max_model_len} tokens, prompt and output together",
             param="prompt",
             code="context_length_exceeded",
         )
-    if len(request.output_token_ids) >= params.max_tokens:
+    if len(request.output_token_ids) >= params.max_tokens + is_scored_only:
         raise RequestError("max_tokens leaves nothing to generate", param="max_tokens")
     check_token_ids(request.token_ids, vocab_size, "prompt")
     check_token_ids(tuple(params.logit_bias), vocab_size, "logit_bias")
@@ -135,6 +149,7 @@ def check_request(request: GenerationRequest, vocab_size: int, max_model_len: in
         ("presence_penalty", math.isfinite(params.presence_penalty)),
         ("frequency_penalty", math.isfinite(params.frequency_penalty)),
         ("logprobs", params.logprobs is None or params.logprobs >= 0),
+        ("prompt_logprobs", params.prompt_logprobs is None or params.prompt_logprobs >= 0),
     ):
         if not is_usable:
             raise RequestError(f"{name} has a value without a meaning", param=name)

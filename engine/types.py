@@ -19,6 +19,8 @@ class SequenceOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
+    # Of prompt tokens, each once and in order from the prompt's second token on.
+    prompt_logprobs: list[TokenLogprobs] | None = None
     # Set once, in the step that gave the sequence its blocks.
     admitted: bool = False
     block_table: list[int] | None = None  # of a prefill_only or remote sequence, with `admitted`
@@ -41,6 +43,8 @@ class EngineStats:
     tokens_decoded_total: int
     prefix_hit_tokens_total: int
     preemptions_total: int
+    tokens_drafted_total: int
+    tokens_draft_accepted_total: int
 
 
 class ModelLimits(Protocol):

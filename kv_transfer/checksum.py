@@ -21,15 +21,14 @@ def block_checksums(kv_cache: torch.Tensor, block_ids: Sequence[int]) -> list[in
     return [xxhash.xxh3_64_intdigest(block) for block in _blocks(kv_cache, block_ids)]
 
 
-def verify(kv_cache: torch.Tensor, block_ids: Sequence[int], expected: Sequence[int]) -> None:
-    """Raises CorruptBlockError naming the first position whose block differs."""
-    if len(block_ids) != len(expected):
-        raise CorruptBlockError(f"{len(expected)} checksums for {len(block_ids)} KV blocks")
-    for position, block in enumerate(_blocks(kv_cache, block_ids)):
-        if xxhash.xxh3_64_intdigest(block) != expected[position]:
+def compare(found: Sequence[int], expected: Sequence[int]) -> None:
+    """Raises CorruptBlockError naming the first position whose checksum differs."""
+    if len(found) != len(expected):
+        raise CorruptBlockError(f"{len(expected)} checksums for {len(found)} KV blocks")
+    for position, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        if ours != theirs:
             raise CorruptBlockError(
-                f"KV block at position {position} of {len(expected)} (local block "
-                f"{block_ids[position]}) does not match its checksum"
+                f"KV block at position {position} of {len(expected)} does not match its checksum"
             )
 
 

@@ -36,9 +36,10 @@
     terminal                        any                         same
 
 Five states have a piece of work, which the worker does: RESERVING, RESERVED with a `next_pull`
-(it pulls), COMMITTED (it verifies), RELEASING, and RELEASED (it starts decoding). The first outcome stands: later ones change nothing. Blocks are given back exactly once,
-by the one call of `give_back` on the way into FINISHED or ABORTED, and never while a pull may
-write into them. The machine does no I/O and knows no time; every bound is its caller's.
+(it pulls), COMMITTED (it verifies), RELEASING, and RELEASED (it starts decoding). The first
+outcome stands: later ones change nothing. Blocks are given back exactly once, by the one call of
+`give_back` on the way into FINISHED or ABORTED, and never while a pull may write into them. The
+machine does no I/O and knows no time; every bound is its caller's.
 """
 
 from collections.abc import Callable

@@ -11,6 +11,7 @@ from prefill_worker.announcer import Announcer
 from rpc import codec, worker_pb2_grpc
 from rpc import worker_pb2 as pb
 from rpc.status import translated_errors
+from rpc.trace import log_attempt
 from worker.outputs import OutputStream
 from worker.runtime import WorkerRuntime, now
 
@@ -28,6 +29,7 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         async with translated_errors(context):
             self._runtime.check_callable(message.incarnation)
             request = codec.request_from_pb(message.request)
+            log_attempt("prefill", request, context)
             if message.hand_over:
                 await self._hand_over(request, context)
             else:
@@ -42,7 +44,7 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
             try:
                 matcher = await runtime.matcher(request)
                 await runtime.run_on_engine(lambda e: e.add_prefill(request, matcher, hold=False))
-                await self._until_first_token(outputs, context, None)
+                await self._until_first_token(request, outputs, context, None)
             except BaseException:
                 runtime.abort(request.request_id)
                 raise
@@ -60,7 +62,7 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
             with runtime.outputs.open(request_id) as outputs:
                 matcher = await runtime.matcher(request)
                 await runtime.run_on_engine(lambda e: e.add_prefill(request, matcher))
-                await self._until_first_token(outputs, context, announcer)
+                await self._until_first_token(request, outputs, context, announcer)
                 await lease.ended.wait()
             if lease.error is not None:
                 raise lease.error
@@ -75,12 +77,15 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
 
     async def _until_first_token(
         self,
+        request: GenerationRequest,
         outputs: OutputStream,
         context: grpc.aio.ServicerContext,
         announcer: Announcer | None,
     ) -> None:
-        """Passes on what the engine does, up to and including the first token."""
+        """Passes on what the engine does, up to and including the first token; with max_tokens 0
+        up to the end of the prompt."""
         clock = _ChunkClock()
+        num_scored = 1  # nothing predicts the prompt's first token
         while True:
             output = await outputs.next()
             clock.take(output)
@@ -91,10 +96,19 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
                     num_cached_tokens=output.num_cached_tokens, queue_seconds=output.queue_seconds
                 )
                 await context.write(pb.PrefillEvent(started=event))
-            if output.token_ids:
-                logprobs = output.logprobs[0] if output.logprobs else None
+            if output.prompt_logprobs:
+                scored = codec.prompt_logprobs_to_pb(
+                    request.prompt_token_ids, num_scored, output.prompt_logprobs
+                )
+                num_scored += len(output.prompt_logprobs)
+                await context.write(pb.PrefillEvent(prompt_logprobs=scored))
+            if output.token_ids or output.finish_reason is not None:
+                token = None
+                if output.token_ids:
+                    logprobs = output.logprobs[0] if output.logprobs else None
+                    token = codec.token_to_pb(output.token_ids[0], logprobs)
                 first = pb.FirstToken(
-                    token=codec.token_to_pb(output.token_ids[0], logprobs),
+                    token=token,
                     finish_reason=codec.finish_to_pb(output.finish_reason),
                     prefill_seconds=now() - clock.started,
                     chunks=clock.chunks,

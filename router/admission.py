@@ -41,11 +41,11 @@ class Admission:
         """Holds room for `num_sequences` while the body runs, which must be in a task of its own.
         Raises OverloadedError when there is none, RequestError when there could never be."""
         if self._is_closing:
-            raise UnavailableError("the router is stopping")
+            raise self._refused(UnavailableError("the router is stopping"))
         if num_sequences > self._limit:
             raise RequestError(f"more than {self._limit} sequences in one request", param="n")
         if self._used + num_sequences > self._limit:
-            raise OverloadedError("too many requests at once, try again later")
+            raise self._refused(OverloadedError("too many requests at once, try again later"))
         task = asyncio.current_task()
         assert task is not None
         slot = _Slot(task)
@@ -73,6 +73,10 @@ class Admission:
                 slot.error = UnavailableError("the router is stopping")
                 slot.task.cancel()
             await self._idle.wait()
+
+    def _refused(self, error: PdserveError) -> PdserveError:
+        self._metrics.count_rejection(error)
+        return error
 
     def _count(self, change: int) -> None:
         self._used += change

@@ -88,6 +88,7 @@ class _Bucket:
         return max(0.0, (least - self._level) / self._per_second)
 
     def spend(self, amount: float) -> None:
+        self.wait_s(0.0)  # what came in since
         self._level -= amount
 
 

@@ -12,7 +12,7 @@ decode step.
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -41,11 +41,13 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """New tokens of one sequence. A finish reason comes with the last batch alone."""
+    """New tokens of one sequence. A finish reason comes with the last batch alone, and the
+    prompt's logprobs, from its second token on, with the first."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason | None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class AttemptFailed(Exception):
@@ -72,10 +74,13 @@ class Attempt:
         self.placement = placement
         self._metadata = metadata
         self.prefill_started: worker_pb2.PrefillStarted | None = None
+        self.prefilled: worker_pb2.FirstToken | None = None
         self.decode_started: worker_pb2.DecodeStarted | None = None
         self._request = request
         self._num_uncached = num_uncached
         self._due = len(request.output_token_ids)  # index of the next token
+        self._has_scored = False
+        self._prompt_logprobs: list[TokenLogprobs] = []  # that have come so far
         self._lost: AttemptFailed | None = None
         self._prefill_call: grpc.aio.UnaryStreamCall | None = None
         self._decode_call: grpc.aio.UnaryStreamCall | None = None
@@ -157,6 +162,8 @@ class Attempt:
                 metadata=self._metadata,
             )
         if prefill is None or not is_last:
+            if prefill is not None:
+                request.sampling.ClearField("prompt_logprobs")  # P reports them
             self._decode_call = decode.decode.Decode(
                 worker_pb2.DecodeRequest(
                     request=request, incarnation=decode.incarnation, source=source
@@ -191,9 +198,13 @@ class Attempt:
                 self.prefill_started = event.started
             elif event.HasField("first_token"):
                 prefill.breaker.succeeded()
-                self._due += 1
-                batch = _batch([event.first_token.token], event.first_token.finish_reason)
-                return batch
+                self.prefilled = event.first_token
+                first = event.first_token
+                tokens = [first.token] if first.HasField("token") else []
+                self._due += len(tokens)
+                return self._first_batch(_batch(tokens, first.finish_reason))
+            elif event.HasField("prompt_logprobs"):
+                self._take_prompt_logprobs(event.prompt_logprobs, prefill)
 
     async def _hand_over(self, prefill: Worker) -> None:
         """P's call lasts until D has the KV; if it fails before that, so does the attempt."""
@@ -216,6 +227,9 @@ class Attempt:
             if event.HasField("started"):
                 self.decode_started = event.started
                 continue
+            if event.HasField("prompt_logprobs"):
+                self._take_prompt_logprobs(event.prompt_logprobs, decode)
+                continue
             tokens = event.tokens
             if tokens.first_index != self._due:
                 raise AttemptFailed(
@@ -226,10 +240,29 @@ class Attempt:
                 )
             decode.breaker.succeeded()
             self._due += len(tokens.tokens)
-            batch = _batch(tokens.tokens, tokens.finish_reason)
+            batch = self._first_batch(_batch(tokens.tokens, tokens.finish_reason))
             yield batch
             if batch.finish_reason is not None:
                 return
+
+    def _take_prompt_logprobs(self, event: worker_pb2.PromptLogprobs, worker: Worker) -> None:
+        due = 1 + len(self._prompt_logprobs)
+        if event.first_index != due:
+            error = UnavailableError(
+                f"{worker.id} sent the logprobs of prompt token {event.first_index}, not {due}"
+            )
+            raise AttemptFailed(error, (worker,))
+        for token in event.tokens:
+            _, logprobs = codec.token_from_pb(token)
+            assert logprobs is not None
+            self._prompt_logprobs.append(logprobs)
+
+    def _first_batch(self, batch: TokenBatch) -> TokenBatch:
+        """With the prompt's logprobs, if they were asked for and not handed out yet."""
+        if self._request.sampling.prompt_logprobs is None or self._has_scored:
+            return batch
+        self._has_scored = True
+        return replace(batch, prompt_logprobs=self._prompt_logprobs)
 
     async def _read_decode(self) -> Any:
         assert self._decode_call is not None

@@ -58,6 +58,7 @@ def _worker(registry: Registry, entry: WorkerEntry) -> dict[str, Any]:
         view["max_model_len"] = worker.info.max_model_len
         view["block_size"] = worker.info.block_size
         view["kv_block_bytes"] = worker.info.kv_block_bytes
+        view["max_num_seqs"] = worker.info.max_num_seqs
     return view
 
 

@@ -6,7 +6,7 @@ Everything that can be wrong with a request is found here, before a worker hears
 import asyncio
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from core.errors import NotFoundError, RequestError, UnavailableError
@@ -19,6 +19,7 @@ from router.openai_protocol import MAX_CHOICES, ChatBody, CompletionBody
 from router.pipeline import Pipeline
 from router.registry import Registry
 from router.structured_output import grammar_of
+from router.timeline import Timeline, Timelines
 from router.tokenizer import Tokenizer
 from router.tools import ChatReading, parse_tools
 
@@ -44,9 +45,19 @@ class Frontend:
     metrics: Metrics
     block_size: int
     reading: ChatReading = ChatReading()
+    timelines: Timelines = field(default_factory=Timelines)
 
-    def generation(self, request: TextRequest) -> Generation:
-        return Generation(request, self.tokenizer, self.pipeline, self.metrics, self.block_size)
+    def generation(self, request: TextRequest, timeline: Timeline | None = None) -> Generation:
+        """`timeline`: begun when the request arrived; without, it begins here."""
+        return Generation(
+            request,
+            self.tokenizer,
+            self.pipeline,
+            self.metrics,
+            self.block_size,
+            self.timelines,
+            timeline or Timeline(request.caller.request_id, "grpc", request.caller.traceparent),
+        )
 
     def max_model_len_or_none(self) -> int | None:
         """None as long as no worker is ready."""
@@ -81,8 +92,9 @@ class Frontend:
             if isinstance(prompt, str):
                 token_ids.append(await self._encode(prompt, add_special_tokens=True))
             else:
-                token_ids.append(self._checked_ids(prompt, "prompt"))
-        return self._request(body, tuple(token_ids), caller)
+                token_ids.append(self.checked_ids(prompt, "prompt"))
+        request = self._request(body, tuple(token_ids), caller)
+        return replace(request, echo=bool(body.echo))
 
     async def chat(self, body: ChatBody, caller: Caller) -> TextRequest:
         template = self.tokenizer.chat_template
@@ -128,7 +140,7 @@ class Frontend:
             raise RequestError("the prompt is empty", param="prompt")
         return token_ids
 
-    def _checked_ids(self, ids: list[Any], param: str) -> tuple[int, ...]:
+    def checked_ids(self, ids: list[Any], param: str) -> tuple[int, ...]:
         """Token ids as they came. Raises RequestError unless each is in the vocabulary."""
         if not ids:
             raise RequestError("the prompt is empty", param=param)
@@ -165,7 +177,7 @@ class Frontend:
             )
         temperature = _or(body.temperature, 1.0)
         stop_token_ids = list(
-            self._checked_ids(body.stop_token_ids, "stop_token_ids") if body.stop_token_ids else ()
+            self.checked_ids(body.stop_token_ids, "stop_token_ids") if body.stop_token_ids else ()
         )
         if not body.ignore_eos:
             stop_token_ids += self.tokenizer.eos_token_ids
@@ -185,12 +197,15 @@ class Frontend:
             logprobs=body.num_logprobs,
             stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
             grammar=grammar_of(body),
+            prompt_logprobs=(
+                body.num_prompt_logprobs if isinstance(body, CompletionBody) else None
+            ),
         )
 
     def _max_tokens(self, body: Body, num_prompt_tokens: int) -> int:
         limit = self.registry.max_model_len()
         room = limit - num_prompt_tokens
-        if room < 1:
+        if room < (body.wanted_tokens != 0):
             raise RequestError(
                 f"this model's context is {limit} tokens, prompt and output together; the prompt "
                 f"alone has {num_prompt_tokens}",

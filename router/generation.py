@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from core.block_hash import block_hashes
+from core.errors import PdserveError
 from core.types import FinishReason, SamplingParams, TokenLogprobs
 from router.caller import Caller
 from router.chat_output import ReadingPlan
 from router.detokenizer import IncrementalDetokenizer
 from router.metrics import Metrics
 from router.pipeline import Pipeline, SequenceRequest, SequenceStats
+from router.timeline import Timeline, Timelines
 from router.tokenizer import Tokenizer
 
 SEED_MASK = (1 << 64) - 1
@@ -38,6 +40,7 @@ class TextRequest:
     # Of a chat whose answer is more than content, and special tokens that tell the parts apart.
     reading: ReadingPlan | None = None
     shown_special: frozenset[int] = frozenset()
+    echo: bool = False  # a choice's text begins with its prompt
 
     @property
     def num_choices(self) -> int:
@@ -54,6 +57,8 @@ class Delta:
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
     finish_reason: str | None
+    # Of the prompt from its second token on; with a choice's first delta, if asked for.
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(slots=True)
@@ -73,18 +78,25 @@ class Generation:
         pipeline: Pipeline,
         metrics: Metrics,
         block_size: int,
+        timelines: Timelines,
+        timeline: Timeline,
     ) -> None:
         self.request = request
+        self.timeline = timeline
+        self._timelines = timelines
         self.usage = Usage(prompt_tokens=sum(map(len, request.prompts)))
         self._tokenizer = tokenizer
         self._pipeline = pipeline
         self._metrics = metrics
         self._block_size = block_size
-        self._stats = [SequenceStats() for _ in range(request.num_choices)]
+        self._stats = [SequenceStats(own) for own in timeline.add_sequences(request.num_choices)]
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Deltas of all choices, each choice's in order. Closing it aborts every choice; the
         first choice that fails ends them all. Raises PdserveError."""
+        outcome = "cancelled"
+        self.timeline.num_prompt_tokens = self.usage.prompt_tokens
+        self._timelines.keep(self.timeline)
         try:
             choices = [self._choice(i, h) for i, h in enumerate(self._hashes())]
             source = choices[0] if len(choices) == 1 else _merged(choices)
@@ -93,9 +105,14 @@ class Generation:
                     self.usage.completion_tokens += len(delta.token_ids)
                     self._update_cached()
                     yield delta
+            outcome = "ok"
+        except PdserveError as error:
+            outcome = error.message
+            raise
         finally:
             self._update_cached()
             usage = self.usage
+            self.timeline.end(outcome)
             self._metrics.count_usage(
                 usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
             )
@@ -125,7 +142,7 @@ class Generation:
                 if stats.num_cached_tokens is not None
             ]
             total += min(known, default=0)
-        self.usage.cached_tokens = total
+        self.usage.cached_tokens = self.timeline.num_cached_tokens = total
 
     async def _choice(self, index: int, hashes: Sequence[bytes]) -> AsyncGenerator[Delta, None]:
         request = self.request
@@ -138,16 +155,23 @@ class Generation:
             caller=request.caller,
         )
         text_of = _ChoiceText(self._tokenizer, request)
-        clock = self._metrics.clock()
+        prompt, skip = sequence.prompt_token_ids, request.skip_special_tokens
+        echo = self._tokenizer.decode(prompt, skip) if request.echo else ""
+        timeline = self._stats[index].timeline
+        clock = self._metrics.clock(timeline)
         async with aclosing(self._pipeline.generate(sequence, self._stats[index])) as batches:
             async for batch in batches:
                 if batch.token_ids:
-                    clock.tick(len(batch.token_ids))
+                    timeline.tick(len(batch.token_ids))
+                    clock.tick()
                 text, used, finish = text_of.add(batch.token_ids, batch.finish_reason)
                 logprobs = batch.logprobs[:used] if batch.logprobs is not None else None
                 if finish is not None:
+                    timeline.finish(finish)
                     clock.finish()
-                yield Delta(index, text, batch.token_ids[:used], logprobs, finish)
+                text, echo = echo + text, ""
+                ids = batch.token_ids[:used]
+                yield Delta(index, text, ids, logprobs, finish, batch.prompt_logprobs)
                 if finish is not None:
                     return
 

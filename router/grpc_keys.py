@@ -7,6 +7,7 @@ import grpc
 
 from core.errors import AuthenticationError
 from router.api_keys import KeyStore
+from rpc.cluster_token import denial
 
 # Load balancers ask for it without a key.
 _OPEN = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
@@ -34,12 +35,5 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
             try:
                 self._keys.account(authorization_of(handler_call_details.invocation_metadata))
             except AuthenticationError as error:
-                return _denial(error)
+                return denial(await continuation(handler_call_details), error.message)
         return await continuation(handler_call_details)
-
-
-def _denial(error: AuthenticationError) -> grpc.RpcMethodHandler:
-    async def deny(request: Any, context: grpc.aio.ServicerContext) -> None:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message)
-
-    return grpc.unary_unary_rpc_method_handler(deny)

@@ -1,7 +1,6 @@
 """What the router measures, for Prometheus. Names come from `core.metrics`."""
 
 from collections.abc import Iterable
-from time import monotonic
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -15,9 +14,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from core import metrics as names
+from core.config import SloConfig
+from core.errors import OverloadedError, PdserveError, UnavailableError
 from router.attempt import Attempt
 from router.registry import Registry
+from router.timeline import SequenceTimeline
 
+MAX_WORKER_LABELS = 256
 _BLOCK_STATES = ("free", "cached", "running", "held", "awaiting")
 # Counters of WorkerStatus that are published as they are, by worker.
 _WORKER_COUNTERS = (
@@ -27,6 +30,12 @@ _WORKER_COUNTERS = (
     ("kv_bytes_received_total", "pdserve_worker_kv_bytes_received", "KV bytes pulled from peers"),
     ("transfers_ok_total", "pdserve_worker_transfers_ok", "Hand-overs that went well"),
     ("transfers_failed_total", "pdserve_worker_transfers_failed", "Hand-overs that failed"),
+    ("rdma_fallbacks_total", "pdserve_worker_rdma_fallbacks", "TCP where UCX_TLS asks for RDMA"),
+    ("prefix_hit_tokens_total", "pdserve_worker_prefix_hit_tokens", "Prompt tokens found cached"),
+    ("tokens_drafted_total", "pdserve_worker_tokens_drafted", "Proposed by speculative decoding"),
+    ("tokens_draft_accepted_total", "pdserve_worker_tokens_draft_accepted", "Of those, accepted"),
+    ("tokens_drafted_total", "pdserve_worker_tokens_drafted", "Tokens guessed ahead"),
+    ("tokens_draft_accepted_total", "pdserve_worker_tokens_draft_accepted", "Right guesses"),
     ("preemptions_total", "pdserve_worker_preemptions", "Sequences preempted"),
     ("aborts_total", "pdserve_worker_aborts", "Sequences aborted"),
 )
@@ -35,7 +44,8 @@ _WORKER_COUNTERS = (
 class Metrics:
     """Counters and histograms of one router, in a registry of its own."""
 
-    def __init__(self, workers: Registry) -> None:
+    def __init__(self, workers: Registry, slo: SloConfig = SloConfig()) -> None:
+        self._slo = slo
         self._registry = CollectorRegistry()
         self._registry.register(_WorkerCollector(workers))
 
@@ -55,10 +65,35 @@ class Metrics:
         self._kv_seconds = histogram(names.KV_TRANSFER_SECONDS, "Sum of the pulls of one request")
         self._kv_bytes = counter(names.KV_TRANSFER_BYTES, "KV bytes pulled by D", ("backend",))
         self._hits = counter(names.PREFIX_HIT_TOKENS, "Prompt tokens found in P's prefix cache")
-        self._prompt = counter("pdserve_prompt_tokens_total", "Prompt tokens of answered requests")
-        self._output = counter("pdserve_generation_tokens_total", "Output tokens")
-        self._requests = counter("pdserve_requests_total", "API requests", ("api", "outcome"))
-        self._retries = counter("pdserve_retries_total", "Attempts made again", ("kind",))
+        self._prompt = counter(names.PROMPT_TOKENS, "Prompt tokens of answered requests")
+        self._output = counter(names.OUTPUT_TOKENS, "Output tokens")
+        self._requests = counter(names.REQUESTS, "API requests", ("api", "outcome"))
+        self._retries = counter(names.RETRIES, "Attempts made again", ("kind",))
+        self._rejections = counter(names.REJECTIONS, "Refused before a worker heard", ("reason",))
+        self._decisions = counter(names.DECISIONS, "Attempts by who prefills", ("decision",))
+        by = ("role", "worker")
+        self._by_worker = {
+            name: histogram(name, help, by)
+            for name, help in (
+                (names.WORKER_TTFT, "Arrival to the first token, by who sent it"),
+                (names.WORKER_ITL, "Gap before a batch of tokens, by who sent it"),
+                (names.WORKER_TPOT, "Time per output token, by who sent the last"),
+                (names.WORKER_QUEUE_TIME, "Waiting on this worker"),
+                (names.WORKER_PREFILL_SECONDS, "First chunk to the first token"),
+                (names.WORKER_KV_TRANSFER_SECONDS, "Sum of this worker's pulls of one request"),
+            )
+        }
+        self._slo_requests = counter(names.SLO_REQUESTS, "Sequences by whether both SLOs were met",
+                                     ("met",))  # fmt: skip
+        self._seen_workers: set[str] = set()
+        target = Gauge(names.SLO_TARGET, "What router.slo asks for", ("of",),
+                       registry=self._registry)  # fmt: skip
+        for of, seconds in (("ttft", slo.ttft), ("tpot", slo.tpot)):
+            if seconds is not None:
+                target.labels(of).set(seconds)
+        if slo.is_set:
+            for met in ("yes", "no"):
+                self._slo_requests.labels(met)
         self.in_flight = Gauge(
             "pdserve_router_requests_in_flight",
             "Sequences that this router is working on",
@@ -78,51 +113,111 @@ class Metrics:
     def count_retry(self, resumed: bool) -> None:
         self._retries.labels("resume" if resumed else "retry").inc()
 
+    def count_rejection(self, error: PdserveError) -> None:
+        """`error` refused a request that no worker had heard of."""
+        if isinstance(error, OverloadedError):
+            reason = "overloaded"
+        elif isinstance(error, UnavailableError):
+            reason = "unavailable"
+        else:
+            reason = "invalid"
+        self._rejections.labels(reason).inc()
+
     def count_usage(self, num_prompt: int, num_cached: int, num_output: int) -> None:
         self._prompt.inc(num_prompt)
         self._hits.inc(num_cached)
         self._output.inc(num_output)
 
     def observe_attempt(self, attempt: Attempt) -> None:
+        prefill, worker = attempt.placement.prefill, attempt.placement.decode
+        self._decisions.labels("local" if prefill is None else "disaggregated").inc()
         started = attempt.prefill_started
-        if started is not None:
+        if started is not None and prefill is not None:
             self._queue_time.labels("prefill").observe(started.queue_seconds)
+            source = ("prefill", prefill.id)
+            self.observe_worker(names.WORKER_QUEUE_TIME, source, started.queue_seconds)
+            if attempt.prefilled is not None:
+                seconds = attempt.prefilled.prefill_seconds
+                self.observe_worker(names.WORKER_PREFILL_SECONDS, source, seconds)
         decode = attempt.decode_started
         if decode is not None:
             self._queue_time.labels("decode").observe(decode.queue_seconds)
-            if attempt.placement.prefill is not None:
+            target = ("colocated" if prefill is None else "decode", worker.id)
+            self.observe_worker(names.WORKER_QUEUE_TIME, target, decode.queue_seconds)
+            if prefill is not None:
+                seconds = decode.kv_transfer_seconds
+                self.observe_worker(names.WORKER_KV_TRANSFER_SECONDS, target, seconds)
                 self._kv_seconds.observe(decode.kv_transfer_seconds)
-                status = attempt.placement.decode.status
+                status = worker.status
                 transport = status.transport.partition(" ")[0] if status is not None else ""
                 self._kv_bytes.labels(transport or "unknown").inc(decode.kv_bytes)
 
-    def clock(self) -> "SequenceClock":
-        return SequenceClock(self._ttft, self._tpot, self._itl, self._e2e)
+    def observe_worker(self, name: str, worker: tuple[str, str], seconds: float) -> None:
+        """`worker`: role and id. Ids of a pool are used again; should somebody scale through
+        hundreds of them, the rest share one name."""
+        role, worker_id = worker
+        if worker_id not in self._seen_workers:
+            if len(self._seen_workers) >= MAX_WORKER_LABELS:
+                worker_id = "other"
+            else:
+                self._seen_workers.add(worker_id)
+        self._by_worker[name].labels(role, worker_id).observe(seconds)
+
+    def count_goodput(self, ttft: float, tpot: float | None) -> None:
+        """One sequence has ended well; a single token has no tpot and meets any."""
+        slo = self._slo
+        if not slo.is_set:
+            return
+        met = slo.ttft is None or ttft <= slo.ttft
+        met = met and (slo.tpot is None or tpot is None or tpot <= slo.tpot)
+        self._slo_requests.labels("yes" if met else "no").inc()
+
+    def clock(self, timeline: SequenceTimeline) -> "SequenceClock":
+        return SequenceClock(self, timeline)
+
+    def observe_first(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def observe_gap(self, seconds: float) -> None:
+        self._itl.observe(seconds)
+
+    def observe_end(self, e2e: float, tpot: float | None) -> None:
+        self._e2e.observe(e2e)
+        if tpot is not None:
+            self._tpot.observe(tpot)
 
 
 class SequenceClock:
-    """Takes the times of one sequence, from its arrival."""
+    """Puts the times of one sequence into the histograms, as its timeline takes them."""
 
-    def __init__(self, ttft: Histogram, tpot: Histogram, itl: Histogram, e2e: Histogram) -> None:
-        self._ttft, self._tpot, self._itl, self._e2e = ttft, tpot, itl, e2e
-        self._arrival = monotonic()
-        self._first = self._last = 0.0
-        self._num_tokens = 0
+    def __init__(self, metrics: Metrics, timeline: SequenceTimeline) -> None:
+        self._metrics = metrics
+        self._timeline = timeline
+        self._last: float | None = None
 
-    def tick(self, num_tokens: int) -> None:
-        now = monotonic()
-        if not self._num_tokens:
-            self._first = now
-            self._ttft.observe(now - self._arrival)
+    def tick(self) -> None:
+        """After the timeline's own tick."""
+        metrics, timeline = self._metrics, self._timeline
+        now, worker = timeline.last_token, timeline.emitter
+        assert now is not None and worker is not None
+        if self._last is None:
+            metrics.observe_first(now)
+            metrics.observe_worker(names.WORKER_TTFT, worker, now)
         else:
-            self._itl.observe(now - self._last)
+            metrics.observe_gap(now - self._last)
+            metrics.observe_worker(names.WORKER_ITL, worker, now - self._last)
         self._last = now
-        self._num_tokens += num_tokens
 
     def finish(self) -> None:
-        self._e2e.observe(monotonic() - self._arrival)
-        if self._num_tokens > 1:
-            self._tpot.observe((self._last - self._first) / (self._num_tokens - 1))
+        """After the timeline's own finish."""
+        metrics, timeline = self._metrics, self._timeline
+        assert timeline.finished is not None
+        tpot, worker = timeline.tpot, timeline.emitter
+        metrics.observe_end(timeline.finished, tpot)
+        if tpot is not None and worker is not None:
+            metrics.observe_worker(names.WORKER_TPOT, worker, tpot)
+        if timeline.first_token is not None:
+            metrics.count_goodput(timeline.first_token, tpot)
 
 
 class _WorkerCollector(Collector):

@@ -45,24 +45,31 @@ class CompletionLogprobs:
     """The completions format: parallel lists. `text_offset` is where a token starts in its
     choice's text, in characters; a token that starts inside a character has that one's offset."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: TextRequest) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._num_chars = 0
+        self._skip = request.skip_special_tokens
+        self._num_top = request.sampling.logprobs or 0
+        # The space before the first word of an echoed text is not shown.
+        self._num_chars = -1 if request.echo and tokenizer.strips_leading_space else 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def render(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def render(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    ) -> dict[str, Any]:
+        """None: of a prompt's first token, which nothing predicts."""
         texts, offsets, tops = [], [], []
         for token_id, entry in zip(token_ids, logprobs, strict=True):
             texts.append(self._text(token_id))
-            offsets.append(self._num_chars)
+            offsets.append(max(0, self._num_chars))
             if not (self._skip and self._tokenizer.is_special(token_id)):
                 raw = self._tokenizer.id_to_bytes(token_id)
                 self._num_chars += len(self._decoder.decode(raw))
-            tops.append(self._top(token_id, entry))
+            tops.append(None if entry is None else self._top(token_id, entry))
         return {
             "tokens": texts,
-            "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
+            "token_logprobs": [
+                None if entry is None else _finite(entry.logprob) for entry in logprobs
+            ],
             "top_logprobs": tops,
             "text_offset": offsets,
         }
@@ -71,20 +78,23 @@ class CompletionLogprobs:
         return token_text(self._tokenizer.id_to_bytes(token_id))
 
     def _top(self, token_id: int, entry: TokenLogprobs) -> dict[str, float]:
-        best = {self._text(i): _finite(value) for i, value in entry.top}
+        best = {self._text(i): _finite(value) for i, value in entry.top[: self._num_top]}
         best.setdefault(self._text(token_id), _finite(entry.logprob))
         return best
 
 
 class ChatLogprobs:
-    """The chat format: one object for each token."""
+    """The chat format: one object for each token. No chat echoes its prompt: no entry is None."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def render(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def render(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    ) -> dict[str, Any]:
         content = []
         for token_id, entry in zip(token_ids, logprobs, strict=True):
+            assert entry is not None
             content.append(
                 {
                     **self._token(token_id, entry.logprob),
@@ -143,7 +153,9 @@ class Formatter:
         *,
         include_usage: bool,
         return_token_ids: bool,
+        num_prompt_logprobs: int | None = None,
     ) -> None:
+        self._num_prompt_logprobs = num_prompt_logprobs
         self._shape = shape
         self._head = {**head, "object": shape.object_name}
         self._request = request
@@ -161,14 +173,15 @@ class Formatter:
     def chunk(self, delta: Delta) -> bytes:
         """The events for one delta; nothing if it has nothing to tell."""
         logprobs = None
-        if self._logprobs is not None and delta.logprobs:
-            logprobs = self._logprobs[delta.index].render(delta.token_ids, delta.logprobs)
+        if delta.logprobs or (self._request.echo and delta.prompt_logprobs is not None):
+            logprobs = self._render_logprobs(delta.index, [delta])
         opening = b""
         if delta.index not in self._started:
             self._started.add(delta.index)
             opening = self._opening(delta.index)
         said, finish_reason = self._said(delta)
         wordless = not said and logprobs is None and not self._return_token_ids
+        wordless = wordless and delta.prompt_logprobs is None
         if wordless and finish_reason is None:
             return opening
         choice = {
@@ -179,7 +192,21 @@ class Formatter:
         }
         if self._return_token_ids:
             choice["token_ids"] = delta.token_ids
+        self._add_prompt_logprobs(choice, delta)
         return opening + self._event(choice)
+
+    def _render_logprobs(self, index: int, parts: Sequence[Delta]) -> dict[str, Any] | None:
+        if self._logprobs is None:
+            return None
+        token_ids: list[int] = []
+        entries: list[TokenLogprobs | None] = []
+        for part in parts:
+            if self._request.echo and part.prompt_logprobs is not None:
+                token_ids += self._prompt_of(index)
+                entries += [None, *part.prompt_logprobs]
+            token_ids += part.token_ids
+            entries += part.logprobs or ()
+        return self._logprobs[index].render(token_ids, entries)
 
     def _said(self, delta: Delta) -> tuple[dict[str, Any] | None, str | None]:
         """The body of a chunk, if there is any, and the finish reason."""
@@ -191,21 +218,28 @@ class Formatter:
         body = {"delta": message_delta_body(message)} if message else None
         return body, _finish_reason(finish_reason, reader)
 
-    def usage_chunk(self, usage: Usage) -> bytes:
-        if not self._include_usage:
+    def last_chunk(self, usage: Usage, timings: dict[str, Any] | None) -> bytes:
+        """What comes after the choices, as far as it was asked for."""
+        if not self._include_usage and timings is None:
             return b""
-        body = {**self._chunk_body, "choices": [], "usage": usage_body(usage)}
+        body = {**self._chunk_body, "choices": []}
+        if self._include_usage:
+            body["usage"] = usage_body(usage)
+        if timings is not None:
+            body["timings"] = timings
         return b"data: " + json.dumps(body).encode() + b"\n\n"
 
-    def whole(self, deltas: Sequence[Sequence[Delta]], usage: Usage) -> dict[str, Any]:
+    def whole(
+        self,
+        deltas: Sequence[Sequence[Delta]],
+        usage: Usage,
+        timings: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """The response of a request that does not stream; `deltas` by choice."""
         choices = []
         for index, parts in enumerate(deltas):
             token_ids = [token_id for part in parts for token_id in part.token_ids]
-            logprobs = None
-            if self._logprobs is not None:
-                entries = [entry for part in parts for entry in part.logprobs or ()]
-                logprobs = self._logprobs[index].render(token_ids, entries)
+            logprobs = self._render_logprobs(index, parts)
             text, finish_reason = "".join(part.text for part in parts), parts[-1].finish_reason
             if self._request.reading is None:
                 said = self._shape.whole(text)
@@ -222,8 +256,16 @@ class Formatter:
             if self._return_token_ids:
                 choice["token_ids"] = token_ids
                 choice["prompt_token_ids"] = self._prompt_of(index)
+            self._add_prompt_logprobs(choice, parts[0])
             choices.append(choice)
-        return {**self._head, "choices": choices, "usage": usage_body(usage)}
+        body = {**self._head, "choices": choices, "usage": usage_body(usage)}
+        if timings is not None:
+            body["timings"] = timings
+        return body
+
+    @property
+    def response_id(self) -> str:
+        return str(self._head["id"])
 
     def _opening(self, index: int) -> bytes:
         if self._shape.opening is None and not self._return_token_ids:
@@ -241,6 +283,25 @@ class Formatter:
 
     def _event(self, choice: dict[str, Any]) -> bytes:
         return (self._chunk_head + json.dumps(choice) + self._chunk_tail).encode()
+
+    def _add_prompt_logprobs(self, choice: dict[str, Any], first: Delta) -> None:
+        """vLLM's form, if it was asked for: by token id, for each prompt token but the first."""
+        num_top = self._num_prompt_logprobs
+        if num_top is None or first.prompt_logprobs is None:
+            return
+        listed: list[dict[str, Any] | None] = [None]
+        prompt = self._prompt_of(first.index)
+        for token_id, entry in zip(prompt[1:], first.prompt_logprobs, strict=True):
+            best = list(entry.top[:num_top])
+            ranks = {i: rank for rank, (i, _) in enumerate(best, start=1)}
+            both = dict([(token_id, entry.logprob), *best])
+            listed.append(
+                {
+                    str(i): {"logprob": _finite(value), "rank": ranks.get(i)}
+                    for i, value in both.items()
+                }
+            )
+        choice["prompt_logprobs"] = listed
 
     def _prompt_of(self, index: int) -> list[int]:
         return list(self._request.prompts[index // self._request.n])
@@ -304,9 +365,7 @@ def make_formatter(
     logprobs: list[Logprobs] | None = None
     if request.sampling.logprobs is not None:
         logprobs = [
-            ChatLogprobs(tokenizer)
-            if shape is CHAT
-            else CompletionLogprobs(tokenizer, request.skip_special_tokens)
+            ChatLogprobs(tokenizer) if shape is CHAT else CompletionLogprobs(tokenizer, request)
             for _ in range(request.num_choices)
         ]
     head = {
@@ -322,6 +381,7 @@ def make_formatter(
         logprobs,
         include_usage=body.include_usage,
         return_token_ids=bool(body.return_token_ids),
+        num_prompt_logprobs=body.prompt_logprobs if isinstance(body, CompletionBody) else None,
     )
 
 

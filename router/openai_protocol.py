@@ -5,7 +5,9 @@ for nothing), or as unrecognized. vLLM's well-known extras go by their names.
 
 | field | accepted | remark |
 |---|---|---|
-| max_tokens | 1 .. context - prompt | default 16, for chats the rest of the context |
+| max_tokens | 1 .. context - prompt | default 16, for chats the rest; 0 with a scored prompt |
+| echo, prompt_logprobs | completions; 0 .. 20 | echo with logprobs scores the prompt too |
+| response_format, structured_outputs, guided_* | router.structured_output | |
 | temperature | 0 .. 2 | 0 is greedy, whatever the filters say |
 | top_p | 0 .. 1 | 0 keeps the best token alone |
 | top_k | -1, 0 (both off), 1 .. | |
@@ -19,7 +21,7 @@ for nothing), or as unrecognized. vLLM's well-known extras go by their names.
 | logit_bias | token id -> -100 .. 100, up to 1024 | |
 """
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -42,7 +44,7 @@ Short = Annotated[str, Field(max_length=512)]
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "echo": (False,),
+    "echo": (False,),  # of chats
     "function_call": ("none", "auto"),
     "functions": ([],),
     "metadata": ({},),
@@ -73,7 +75,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (),
     "priority": (0,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
+    "prompt_logprobs": (),  # of chats
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
@@ -81,22 +83,25 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class _Body(BaseModel):
+class StrictBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
-class StreamOptions(_Body):
+B = TypeVar("B", bound=StrictBody)
+
+
+class StreamOptions(StrictBody):
     include_usage: bool | None = None
 
 
-class TemplateSwitches(_Body):
+class TemplateSwitches(StrictBody):
     """What a client may tell the model's chat template. Names as the templates have them."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
 
 
-class GenerationBody(_Body):
+class GenerationBody(StrictBody):
     """What both kinds of request have. `None` is the default everywhere, as OpenAI has it."""
 
     default_max_tokens: ClassVar[int | None] = None
@@ -125,6 +130,8 @@ class GenerationBody(_Body):
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    # pdserve: adds the request's timeline to the answer.
+    timings: bool | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     # Checked by router.structured_output.
     response_format: dict[str, Any] | None = None
@@ -170,6 +177,16 @@ class CompletionBody(GenerationBody):
         ),
     ]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    echo: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the prompt's tokens. Without an output there is always a score."""
+        wanted = [self.logprobs if self.echo else None, self.prompt_logprobs]
+        wanted += [0] if self.max_tokens == 0 else []
+        return max((count for count in wanted if count is not None), default=None)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -204,6 +221,8 @@ def parse_completion(data: dict[str, Any]) -> CompletionBody:
     """Raises RequestError that names the field."""
     body = _parse(CompletionBody, data)
     assert isinstance(body, CompletionBody)
+    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        raise RequestError("max_tokens of 0 needs echo or prompt_logprobs", param="max_tokens")
     return body
 
 
@@ -216,6 +235,14 @@ def parse_chat(data: dict[str, Any]) -> ChatBody:
     return body
 
 
+def parse_body(kind: type[B], data: dict[str, Any]) -> B:
+    """Raises RequestError that names the field."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise _as_request_error(error) from None
+
+
 def _parse(kind: type[GenerationBody], data: dict[str, Any]) -> GenerationBody:
     known = {}
     for name, value in data.items():
@@ -223,10 +250,7 @@ def _parse(kind: type[GenerationBody], data: dict[str, Any]) -> GenerationBody:
             known[name] = value
         elif value is not None and not _asks_for_nothing(name, value):
             raise RequestError(f"{name} is not supported", param=name, code="unsupported_parameter")
-    try:
-        body = kind.model_validate(known)
-    except ValidationError as error:
-        raise _as_request_error(error) from None
+    body = parse_body(kind, known)
     _check_stop(body)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")

@@ -15,8 +15,11 @@ from router.frontend import Body, Frontend
 from router.generation import Delta, Generation, TextRequest
 from router.openai_format import CHAT, COMPLETION, DONE, Formatter, Shape, make_formatter
 from router.openai_protocol import ChatBody, CompletionBody, parse_chat, parse_completion
+from router.openapi import documented
 from router.request_body import read_json
 from router.responses import GuardedResponse, event_stream, whole
+from router.timeline import Timeline
+from router.timeline_view import timeline_view
 
 Prepare = Callable[[dict[str, Any], Caller], Awaitable[tuple[Body, TextRequest]]]
 
@@ -36,28 +39,34 @@ def openai_routes(frontend: Frontend, max_body_bytes: int) -> APIRouter:
 
     async def generate(request: Request, api: str, shape: Shape, prepare: Prepare) -> Response:
         count = partial(frontend.metrics.count_request, api)
+        caller = request.state.caller
+        timeline = Timeline(caller.request_id, api, caller.traceparent)
         try:
             data = await read_json(request, max_body_bytes)
             frontend.check_model(data.get("model"))
             body, text_request = await prepare(data, request.state.caller)
-        except PdserveError:
+        except PdserveError as error:
             count("refused")
+            frontend.metrics.count_rejection(error)
             raise
+        timeline.note_tokenized()
         formatter = make_formatter(
             shape, body, text_request, frontend.model_name, frontend.tokenizer
         )
-        generation = frontend.generation(text_request)
+        timeline.response_id = formatter.response_id
+        generation = frontend.generation(text_request, timeline)
+        timed = bool(body.timings)
         if body.stream:
-            work = event_stream(lambda: _events(frontend, generation, formatter))
+            work = event_stream(lambda: _events(frontend, generation, formatter, timed))
         else:
-            work = whole(lambda: _collected(frontend, generation, formatter))
+            work = whole(lambda: _collected(frontend, generation, formatter, timed))
         return GuardedResponse(work, count)
 
-    @router.post("/completions", openapi_extra=_documented(CompletionBody))
+    @router.post("/completions", openapi_extra=documented(CompletionBody, frontend.model_name))
     async def completions(request: Request) -> Response:
         return await generate(request, "completions", COMPLETION, prepare_completion)
 
-    @router.post("/chat/completions", openapi_extra=_documented(ChatBody))
+    @router.post("/chat/completions", openapi_extra=documented(ChatBody, frontend.model_name))
     async def chat_completions(request: Request) -> Response:
         return await generate(request, "chat", CHAT, prepare_chat)
 
@@ -83,35 +92,24 @@ def openai_routes(frontend: Frontend, max_body_bytes: int) -> APIRouter:
 
 
 async def _events(
-    frontend: Frontend, generation: Generation, formatter: Formatter
+    frontend: Frontend, generation: Generation, formatter: Formatter, timed: bool
 ) -> AsyncGenerator[bytes, None]:
     with frontend.admission.slot(generation.request.num_choices):
         async with aclosing(generation.deltas()) as deltas:
             async for delta in deltas:
                 yield formatter.chunk(delta)
-        yield formatter.usage_chunk(generation.usage)
+        timings = timeline_view(generation.timeline) if timed else None
+        yield formatter.last_chunk(generation.usage, timings)
         yield DONE
 
 
 async def _collected(
-    frontend: Frontend, generation: Generation, formatter: Formatter
+    frontend: Frontend, generation: Generation, formatter: Formatter, timed: bool
 ) -> dict[str, Any]:
     by_choice: list[list[Delta]] = [[] for _ in range(generation.request.num_choices)]
     with frontend.admission.slot(len(by_choice)):
         async with aclosing(generation.deltas()) as deltas:
             async for delta in deltas:
                 by_choice[delta.index].append(delta)
-    return formatter.whole(by_choice, generation.usage)
-
-
-def _documented(kind: type[Body]) -> dict[str, Any]:
-    """The request body's schema for the OpenAPI document; the body itself is read by hand."""
-    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
-    schema["properties"]["stream_options"] = {
-        "anyOf": [
-            {"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
-            {"type": "null"},
-        ]
-    }
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    timings = timeline_view(generation.timeline) if timed else None
+    return formatter.whole(by_choice, generation.usage, timings)

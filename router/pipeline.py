@@ -11,7 +11,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from core.errors import PdserveError, RequestError
 from core.types import FinishReason, GenerationRequest, SamplingParams
@@ -20,6 +20,7 @@ from router.caller import Caller
 from router.metrics import Metrics
 from router.placement import Placer
 from router.policy import Demand
+from router.timeline import SequenceTimeline, Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +52,11 @@ class Waits:
 
 @dataclass(slots=True)
 class SequenceStats:
-    """What happened to one sequence, for usage and metrics. Filled while it runs."""
+    """What happened to one sequence, for usage, metrics and its timeline. Filled while it runs."""
 
+    timeline: SequenceTimeline = field(
+        default_factory=lambda: SequenceTimeline(Timeline("", "none"), 0)
+    )
     num_cached_tokens: int | None = None  # of the prompt, in P's own prefix cache
     num_attempts: int = 0
 
@@ -81,21 +85,28 @@ class Pipeline:
         cancels both legs. Raises PdserveError when no attempt is left or the input is refused."""
         emitted: list[int] = []
         avoid: set[str] = set()
-        while len(emitted) < sequence.sampling.max_tokens:
+        while len(emitted) < max(1, sequence.sampling.max_tokens):
+            searched = stats.timeline.request.now()
             attempt = await self._begin(sequence, emitted, avoid, stats)
+            stats.timeline.begin_attempt(attempt, searched, len(emitted))
+            outcome = "cancelled"
             try:
                 async with aclosing(attempt.tokens()) as batches:
                     async for batch in batches:
                         emitted += batch.token_ids
                         _note_cached_tokens(attempt, sequence, stats)
+                        if batch.finish_reason is not None:
+                            outcome = "ok"
                         yield batch
                         if batch.finish_reason is not None:
                             return
             except AttemptFailed as failed:
+                outcome = failed.error.message
                 avoid.update(worker.incarnation for worker in failed.blamed)
                 await self._after_failure(failed.error, attempt, stats, len(emitted))
             finally:
                 self._metrics.observe_attempt(attempt)
+                stats.timeline.end_attempt(outcome)
         # Every token had arrived; only the word that it was the last was lost.
         yield TokenBatch([], None, FinishReason.LENGTH)
 
@@ -122,7 +133,10 @@ class Pipeline:
         request = GenerationRequest(
             request_id=uuid.uuid4().hex,
             prompt_token_ids=sequence.prompt_token_ids,
-            sampling=sequence.sampling,
+            # The prompt's logprobs came with the first token.
+            sampling=replace(sequence.sampling, prompt_logprobs=None)
+            if emitted
+            else sequence.sampling,
             output_token_ids=tuple(emitted),
             cache_salt=sequence.cache_salt,
             client_request_id=sequence.caller.request_id,

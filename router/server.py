@@ -21,8 +21,10 @@ from router.pipeline import Pipeline, Waits
 from router.placement import Placer
 from router.policy import POLICIES
 from router.registry import Registry
+from router.timeline import Timelines
 from router.tokenizer import Tokenizer
 from router.tools import ChatReading
+from router.tracing import Tracer
 from rpc.channel import make_public_server
 
 logger = logging.getLogger(__name__)
@@ -51,8 +53,11 @@ class RouterServer:
         roles = (Role.COLOCATED,) if colocated else (Role.PREFILL, Role.DECODE)
         block_size = config.engine_for(config.active_pools[0]).block_size
         self.registry = Registry(controller, roles)
-        metrics = Metrics(self.registry)
+        metrics = Metrics(self.registry, config.router.slo)
         placer = Placer(self.registry, POLICIES[config.router.policy])
+        endpoint = config.router.otlp_endpoint
+        self._tracer = Tracer(endpoint) if endpoint is not None else None
+        on_end = self._tracer.export if self._tracer is not None else None
         self.admission = Admission(config.router.max_concurrent_requests, metrics)
         self.frontend = Frontend(
             model_name=config.served_model_name or model_name,
@@ -65,13 +70,15 @@ class RouterServer:
             reading=ChatReading.of(
                 tokenizer.chat_template, config.router.tool_parser, config.router.reasoning_parser
             ),
+            timelines=Timelines(on_end=on_end),
         )
         path = config.router.api_keys_file
         keys = KeyStore(path) if path is not None else None
         self._listener = _listen(config.router.http)
         self.http_port: int = self._listener.getsockname()[1]
         self._http = HttpServer(make_app(self.frontend, config, keys))
-        self._grpc = make_public_server([KeyInterceptor(keys)] if keys is not None else [])
+        self.interceptors = [KeyInterceptor(keys)] if keys is not None else []
+        self._grpc = make_public_server(self.interceptors)
         self._health = add_public_services(self._grpc, self.frontend, keys)
         try:
             self.grpc_port = self._grpc.add_insecure_port(config.router.grpc)
@@ -101,6 +108,8 @@ class RouterServer:
         health.cancel()
         await asyncio.gather(health, return_exceptions=True)
         await self.registry.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     async def _publish_health(self) -> None:
         """Keeps the gRPC health service in step with /ready."""

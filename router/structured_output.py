@@ -2,7 +2,7 @@
 
 | field | value |
 |---|---|
-| response_format | `{"type": "text"}`, `{"type": "json_object"}`, `{"type": "json_schema", "json_schema": {"schema": ...}}` |
+| response_format | text, json_object or json_schema, as OpenAI has them |
 | structured_outputs | vLLM's: one of `json`, `json_object`, `regex`, `choice`, `grammar` |
 | guided_json, guided_regex, guided_choice, guided_grammar | the same under vLLM's older names |
 

@@ -6,10 +6,11 @@ noticed within 15 s. Messages are small by design: KV travels in pieces of at mo
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 
-from rpc.cluster_token import TokenInterceptor, cluster_token, token_senders
+from rpc.cluster_token import TokenChannel, TokenInterceptor, cluster_token
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 _COMMON = [
@@ -17,6 +18,9 @@ _COMMON = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # Without it a peer whose process is stopped, and whose kernel still answers, is noticed only
+    # after a minute: gRPC waits that long for the answer to a ping that was delivered.
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
 ]
 _SERVER = [
@@ -42,17 +46,17 @@ _CLIENT = [
 def make_server() -> grpc.aio.Server:
     """A server for other parts of this deployment. Checks the cluster token, if there is one."""
     token = cluster_token()
-    return grpc.aio.server([TokenInterceptor(token)] if token else [], options=_SERVER)
+    checks = [TokenInterceptor(token)] if token else []
+    return grpc.aio.server(interceptors=checks, options=_SERVER)
 
 
 def make_public_server(interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:
     """A server for clients."""
-    return grpc.aio.server(interceptors, options=_SERVER)
+    return grpc.aio.server(interceptors=interceptors, options=_SERVER)
 
 
-def make_channel(address: str, token: str | None = None) -> grpc.aio.Channel:
-    """A channel that sends the cluster token (this process's own, unless given)."""
+def make_channel(address: str, token: str | None = None) -> Any:
+    """A grpc.aio.Channel that sends the cluster token: this process's own, unless one is given."""
     token = cluster_token() if token is None else token
-    return grpc.aio.insecure_channel(
-        address, options=_CLIENT, interceptors=token_senders(token) if token else None
-    )
+    channel = grpc.aio.insecure_channel(address, options=_CLIENT)
+    return TokenChannel(channel, token) if token else channel

@@ -10,7 +10,8 @@ around it, since it travels in the clear.
 import hmac
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -29,8 +30,18 @@ def set_cluster_token(token: str) -> None:
     os.environ[VARIABLE] = token
 
 
-def new_cluster_token() -> str:
-    return secrets.token_urlsafe(32)
+@contextmanager
+def fresh_cluster_token() -> Iterator[None]:
+    """A token for this process and its children, as long as the body runs. One that the
+    environment has already is kept: whoever starts parts by hand gives it to all."""
+    if cluster_token():
+        yield
+        return
+    set_cluster_token(secrets.token_urlsafe(32))
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
@@ -49,45 +60,51 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         given = [value.encode() if isinstance(value, str) else value for value in given]
         if len(given) == 1 and hmac.compare_digest(given[0], self._token):
             return await continuation(handler_call_details)
-        return grpc.unary_unary_rpc_method_handler(_deny)
+        handler = await continuation(handler_call_details)
+        return denial(handler, "wrong or missing cluster token")
 
 
-async def _deny(request: Any, context: grpc.aio.ServicerContext) -> None:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing cluster token")
+def denial(handler: grpc.RpcMethodHandler | None, reason: str) -> grpc.RpcMethodHandler:
+    """Ends a call with UNAUTHENTICATED in the place of `handler`, without reading a message."""
+
+    async def deny(request: Any, context: grpc.aio.ServicerContext) -> None:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
+
+    if handler is None or not handler.request_streaming:
+        if handler is None or not handler.response_streaming:
+            return grpc.unary_unary_rpc_method_handler(deny)
+        return grpc.unary_stream_rpc_method_handler(deny)
+    if not handler.response_streaming:
+        return grpc.stream_unary_rpc_method_handler(deny)
+    return grpc.stream_stream_rpc_method_handler(deny)
 
 
-class _Sender:
-    """Adds the token to the metadata of a call."""
+class TokenChannel:
+    """A channel whose calls carry the token. Not a client interceptor: those wrap every message
+    of a stream. Internal services have no method with a stream of requests."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
+        self._channel = channel
         self._pair = (_KEY, token)
 
-    def _with_token(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
-        metadata = grpc.aio.Metadata(*(details.metadata or ()))
-        metadata.add(*self._pair)
-        return grpc.aio.ClientCallDetails(
-            method=details.method,
-            timeout=details.timeout,
-            metadata=metadata,
-            credentials=details.credentials,
-            wait_for_ready=details.wait_for_ready,
-        )
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
 
+    async def __aenter__(self) -> "TokenChannel":
+        await self._channel.__aenter__()
+        return self
 
-class _UnarySender(_Sender, grpc.aio.UnaryUnaryClientInterceptor):
-    async def intercept_unary_unary(
-        self, continuation: Any, client_call_details: grpc.aio.ClientCallDetails, request: Any
-    ) -> Any:
-        return await continuation(self._with_token(client_call_details), request)
+    async def __aexit__(self, *error: Any) -> None:
+        await self._channel.__aexit__(*error)
 
+    def unary_unary(self, *args: Any, **options: Any) -> Callable[..., Any]:
+        return self._with_token(self._channel.unary_unary(*args, **options))
 
-class _StreamSender(_Sender, grpc.aio.UnaryStreamClientInterceptor):
-    async def intercept_unary_stream(
-        self, continuation: Any, client_call_details: grpc.aio.ClientCallDetails, request: Any
-    ) -> Any:
-        return await continuation(self._with_token(client_call_details), request)
+    def unary_stream(self, *args: Any, **options: Any) -> Callable[..., Any]:
+        return self._with_token(self._channel.unary_stream(*args, **options))
 
+    def _with_token(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(request: Any, *, metadata: Any = None, **options: Any) -> Any:
+            return method(request, metadata=(*(metadata or ()), self._pair), **options)
 
-def token_senders(token: str) -> Sequence[grpc.aio.ClientInterceptor]:
-    """For a channel. Internal services have no method with a stream of requests."""
-    return [_UnarySender(token), _StreamSender(token)]
+        return call

@@ -150,6 +150,17 @@ def token_from_pb(message: pb.Token) -> tuple[int, types.TokenLogprobs | None]:
     return message.id, types.TokenLogprobs(logprob=message.logprob, top=top)
 
 
+def prompt_logprobs_to_pb(
+    prompt: tuple[int, ...], first_index: int, logprobs: list[types.TokenLogprobs]
+) -> pb.PromptLogprobs:
+    """Of the tokens of `prompt` from `first_index` on."""
+    token_ids = prompt[first_index : first_index + len(logprobs)]
+    return pb.PromptLogprobs(
+        first_index=first_index,
+        tokens=[token_to_pb(i, entry) for i, entry in zip(token_ids, logprobs, strict=True)],
+    )
+
+
 def blocks_to_pb(counts: types.KVBlockCounts) -> pb.KvBlockCounts:
     return pb.KvBlockCounts(
         total=counts.total,

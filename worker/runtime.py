@@ -288,6 +288,8 @@ class WorkerRuntime:
             tokens_decoded_total=stats.tokens_decoded_total,
             prefix_hit_tokens_total=stats.prefix_hit_tokens_total,
             preemptions_total=stats.preemptions_total,
+            tokens_drafted_total=stats.tokens_drafted_total,
+            tokens_draft_accepted_total=stats.tokens_draft_accepted_total,
             kv_bytes_sent_total=self.kv_bytes_sent,
             kv_bytes_received_total=self.kv_bytes_received,
             transfers_ok_total=self.transfers_ok,

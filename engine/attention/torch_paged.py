@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from engine import native
 from engine.attention.base import AttentionBackend, AttentionLayer, StepBatch
 from engine.attention.kv_format import KVFormat
 
@@ -69,6 +70,10 @@ class TorchPagedAttention(AttentionBackend):
         self._pieces = kv_cache.view(-1, block_size * row)
         # Gathered into again for every layer: fresh megabytes would cost a page fault each 4 KiB.
         self._scratch = self._pieces.new_empty(0, block_size * row)
+        self._cache = kv_cache
+        # A cache that is not what the model computes in has queries of another type.
+        is_plain = self._format.compute_dtype == kv_cache.dtype
+        self._has_native = is_plain and native.can_attend(kv_cache, num_heads)
         self._device = kv_cache.device
         self._dtype = self._format.compute_dtype
         head = torch.arange(num_kv_heads, device=self._device)
@@ -78,6 +83,7 @@ class TorchPagedAttention(AttentionBackend):
 
     def plan(self, batch: StepBatch) -> None:
         self._batch = batch
+        self._native_plan: tuple[torch.Tensor, torch.Tensor] | None = None
         self._decode_plans: dict[int | None, list[_DecodeGroup]] = {}
         self._chunks: list[_Chunk] = []
         slots: list[int] = []
@@ -143,6 +149,13 @@ class TorchPagedAttention(AttentionBackend):
 
     def _decode(self, layer: AttentionLayer, query: torch.Tensor) -> torch.Tensor:
         """query: `[num_decodes, num_heads, head_dim]`."""
+        if self._has_native and layer.logit_softcap is None:
+            if self._native_plan is None:
+                self._native_plan = self._plan_native()
+            return native.decode_attention_bf16(
+                query, self._cache, layer.index, *self._native_plan, layer.sliding_window,
+                layer.scale,
+            )  # fmt: skip
         window = layer.sliding_window
         groups = self._decode_plans.get(window)
         if groups is None:
@@ -153,6 +166,14 @@ class TorchPagedAttention(AttentionBackend):
         for group in groups:
             out[group.rows] = self._decode_group(layer, group, query[group.rows])
         return out
+
+    def _plan_native(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Padded block tables and lengths of the sequences that decode."""
+        batch = self._batch
+        tables = batch.block_tables[: batch.num_decodes]
+        longest = max(len(table) for table in tables)
+        padded = [table + [0] * (longest - len(table)) for table in tables]
+        return torch.tensor(padded), torch.tensor(batch.seq_lens[: batch.num_decodes])
 
     def _plan_decode(self, window: int | None) -> list[_DecodeGroup]:
         """Groups the sequences so that padding never more than doubles the work, by what they

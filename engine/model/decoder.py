@@ -57,7 +57,7 @@ class Decoder:
         return (config.num_layers, 2, config.num_kv_heads, block_size, row)
 
     def bind(self, kv_cache: torch.Tensor) -> None:
-        """kv_cache: `[num_blocks, *kv_block_shape]`, contiguous, finite numbers everywhere (zeros)."""
+        """kv_cache: `[num_blocks, *kv_block_shape]`, contiguous, zeros or finite numbers."""
         self._backend = TorchPagedAttention(kv_cache, self.config.num_heads, self._kv_format)
 
     def compatibility(self) -> dict[str, str]:

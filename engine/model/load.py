@@ -211,7 +211,7 @@ class _Allocation:
         if quantization != "none":
             self._replace(lambda linear: quantised(linear, quantization))
             # Every logit is read off the head: four bits there cost more than all other layers'.
-            self.weights.head = quantised(self._head, "int8")
+            self.weights.head = quantised(self._head, "int8", expects_many_rows=False)
         elif can_pack(self._dtype, self._device):
             self._replace(packed)
             self.weights.head = packed(self._head)

@@ -3,10 +3,10 @@
 int8: one scale for each output channel, symmetric. int4: `INT4_GROUP` inputs share a scale and a
 midpoint, and the head stays int8. Activations keep the model's dtype.
 
-Both kernels of torch read few rows fast and many rows slowly: their cost grows with every row,
-while a plain matrix product hardly notices the first 32. So beyond `*_KERNEL_ROWS` rows a weight
-is widened to the model's dtype for the one product, one matrix at a time: on two cores that costs
-about 5 ms a step for each 100 million parameters, and no memory that stays.
+A product that reads quantised weights pays for few rows: its cost grows with every row, while
+a plain matrix product hardly notices the first 32. So beyond `*_ROWS` rows a weight is widened to
+the model's dtype for the one product, one matrix at a time. `TiledLinear` is the fast way, where
+`engine.native` is; the other two are torch's own.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,15 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from engine import native
 from engine.model.layers import Linear, Projection
 
 Quantization = Literal["none", "int8", "int4"]
 
 INT4_GROUP = 32
-_INT4_ROWS = 64  # output channels that the kernel reads as one tile
+_TILE = 64  # output channels that a kernel reads as one piece
 _INT8_KERNEL_ROWS = 8
+_NATIVE_ROWS = 16
 _INT4_KERNEL_ROWS = 16
 
 
@@ -43,6 +45,33 @@ class Int8Linear:
 
     def dequantised(self) -> torch.Tensor:
         return self.values.to(self.scales.dtype) * self.scales.unsqueeze(1)
+
+
+@dataclass(slots=True)
+class TiledLinear:
+    """Either kind in the order that the native product reads (`native.linear_quantised`)."""
+
+    kind: Literal["int8", "int4"]
+    tiles: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor | None
+    num_outputs: int
+    wide: native.WideScratch | None  # of this shape; all layers' products share it
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.wide is None or x.shape[0] <= _NATIVE_ROWS:
+            return native.linear_quantised(
+                self.kind, x, self.tiles, self.scales, self.bias, self.num_outputs
+            )
+        self.wide.fill(self.kind, self.tiles, self.scales)
+        is_scaled = self.kind == "int4"
+        out = torch.ops.mkldnn._linear_pointwise(
+            x, self.wide.packed, self.bias if is_scaled else None, "none", [], ""
+        )
+        if is_scaled:
+            return out
+        out.mul_(self.scales)
+        return out if self.bias is None else out.add_(self.bias)
 
 
 @dataclass(slots=True)
@@ -84,43 +113,69 @@ class Int4Linear:
         return groups.sub_(8).mul_(scales).add_(midpoints).view(num_inputs, num_outputs)
 
 
-def quantised(linear: Linear, quantization: Quantization) -> Projection:
+def quantised(
+    linear: Linear, quantization: Quantization, *, expects_many_rows: bool = True
+) -> Projection:
     """The same projection with a quantised weight. A shape that int4's groups and tiles do not
-    divide becomes int8."""
-    num_outputs, num_inputs = linear.weight.shape
-    divides = num_outputs % _INT4_ROWS == 0 and num_inputs % INT4_GROUP == 0
-    if quantization == "int4" and divides:
-        return _int4(linear)
-    return _int8(linear)
+    divide becomes int8. Without `expects_many_rows` it needs no memory for those."""
+    num_outputs, num_inputs = shape = linear.weight.shape
+    divides = num_outputs % _TILE == 0 and num_inputs % INT4_GROUP == 0
+    is_int4 = quantization == "int4" and divides
+    wide = None
+    has_native = divides and linear.weight.dtype == torch.bfloat16 and native.library() is not None
+    if has_native and linear.weight.device.type == "cpu" and expects_many_rows:
+        wide = native.wide_scratch(*shape)
+        has_native = wide is not None
+    if not has_native:
+        return _int4(linear) if is_int4 else _int8(linear)
+    kind: Literal["int8", "int4"] = "int4" if is_int4 else "int8"
+    values, scales = (_int4_values if is_int4 else _int8_values)(linear.weight)
+    tiles = values.view(-1, _TILE, num_inputs // 2, 2).transpose(1, 2)
+    if is_int4:
+        tiles = tiles[..., 0] | tiles[..., 1] << 4
+        scales = scales.unflatten(0, (-1, _TILE)).permute(0, 2, 3, 1)
+    return TiledLinear(
+        kind, tiles.contiguous(), scales.contiguous(), linear.bias, num_outputs, wide
+    )
 
 
 def _int8(linear: Linear) -> Int8Linear:
-    weight = linear.weight.float()
+    return Int8Linear(*_int8_values(linear.weight), linear.bias)
+
+
+def _int8_values(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 `[out, in]` and scales `[out]`."""
+    wide = weight.float()
     # Rounded to the narrow type first: what is stored is what the values are rounded against.
-    scales = (weight.abs().amax(dim=1) / 127).clamp_min(1e-10).to(linear.weight.dtype)
-    values = (weight / scales.float().unsqueeze(1)).round_().clamp_(-127, 127)
-    return Int8Linear(values.to(torch.int8), scales, linear.bias)
+    scales = (wide.abs().amax(dim=1) / 127).clamp_min(1e-10).to(weight.dtype)
+    values = (wide / scales.float().unsqueeze(1)).round_().clamp_(-127, 127)
+    return values.to(torch.int8), scales
 
 
 def _int4(linear: Linear) -> Int4Linear:
-    num_outputs, num_inputs = linear.weight.shape
-    groups = linear.weight.float().unflatten(1, (-1, INT4_GROUP))
-    low, high = groups.aminmax(dim=-1)
-    scales = ((high - low) / 15).clamp_min(1e-10)
-    scales_midpoints = torch.stack((scales, low + 8 * scales), dim=-1).to(linear.weight.dtype)
-    scales, midpoints = scales_midpoints.float().unsqueeze(-2).unbind(-1)
-    values = ((groups - midpoints) / scales + 8).round_().clamp_(0, 15).to(torch.uint8)
+    values, scales_midpoints = _int4_values(linear.weight)
     return Int4Linear(
-        _tiles(values.view(num_outputs, num_inputs)),
+        _tiles(values),
         scales_midpoints.transpose(0, 1).contiguous(),
         _has_int4_kernel(linear.weight.dtype, linear.weight.device.type),
         linear.bias,
     )
 
 
+def _int4_values(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8 `[out, in]` below 16, and `[out, in / group, 2]`: scale and midpoint."""
+    groups = weight.float().unflatten(1, (-1, INT4_GROUP))
+    low, high = groups.aminmax(dim=-1)
+    scales = ((high - low) / 15).clamp_min(1e-10)
+    scales_midpoints = torch.stack((scales, low + 8 * scales), dim=-1).to(weight.dtype)
+    scales, midpoints = scales_midpoints.float().unsqueeze(-2).unbind(-1)
+    values = ((groups - midpoints) / scales + 8).round_().clamp_(0, 15).to(torch.uint8)
+    return values.view(weight.shape), scales_midpoints
+
+
 def _tiles(values: torch.Tensor) -> torch.Tensor:
     """uint8 `[out, in]` below 16 -> Int4Linear.tiles."""
-    tiles = values.unflatten(0, (-1, 2, _INT4_ROWS // 2))
+    tiles = values.unflatten(0, (-1, 2, _TILE // 2))
     return (tiles[:, 0] | tiles[:, 1] << 4).transpose(1, 2).contiguous()
 
 
@@ -131,7 +186,7 @@ def _has_int4_kernel(dtype: torch.dtype, device_type: str) -> bool:
     if device_type != "cpu":
         return False
     generator = torch.Generator().manual_seed(0)
-    shape = (2 * _INT4_ROWS, 2 * INT4_GROUP)
+    shape = (2 * _TILE, 2 * INT4_GROUP)
     values = torch.randint(16, shape, generator=generator, dtype=torch.uint8)
     try:
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.int(), 1)

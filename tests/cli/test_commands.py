@@ -165,7 +165,24 @@ def test_version_is_the_packages(pdserve):
     assert pdserve("version").stdout == "0.1.0\n"
 
 
-@pytest.mark.parametrize("command", ["up", "down", "status", "chat", "version", "models pull"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "up",
+        "down",
+        "status",
+        "chat",
+        "version",
+        "models pull",
+        "apply",
+        "scale",
+        "drain",
+        "rollout",
+        "logs",
+        "top",
+        "doctor",
+    ],
+)
 def test_help_has_a_sentence_and_an_example(pdserve, command):
     result = pdserve(*command.split(), "--help")
     assert result.exit_code == 0

@@ -26,3 +26,8 @@ def ray_running() -> Iterator[None]:
         left = set(psutil.Process().children(recursive=True)) - children
         assert not left, f"processes left behind: {left}"
         assert shared_memory() <= shm
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start a Ray of their own come before the one that the others share."""
+    items.sort(key=lambda item: "ray_running" in getattr(item, "fixturenames", ()))

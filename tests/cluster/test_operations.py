@@ -1,14 +1,17 @@
 """Apply, scale, drain and rollout on a real local Ray, with workers that have no engine."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from control import controlled, is_ready, view_where
 
 from cluster.controller import Controller
+from cluster.operations import least_missed
 from core.config import parse_config
 from core.errors import NotFoundError, OverloadedError, RequestError, UnavailableError
 from rpc import cluster_pb2 as pb
@@ -189,3 +192,34 @@ async def test_without_room_for_one_more_the_old_one_goes_first(ray_running, tmp
         workers = operator.controller.publisher.view().workers
         assert len(workers) == 3 and all(map(is_ready, workers))
         assert operator.controller.config.engine_for("prefill").max_num_seqs == 64
+
+
+async def test_a_size_that_does_not_fit_is_refused_and_not_wanted_any_more(ray_running, tmp_path):
+    async with operated(tmp_path) as operator:
+        weights = tmp_path / "weights.gguf"
+        weights.touch()
+        os.truncate(weights, 1 << 50)  # holes: more than any machine has
+        operator.controller._model_path = weights
+        with pytest.raises(RequestError, match="too little memory for 1 more worker"):
+            await operator.scale(prefill=5)
+        assert operator.controller.config.pools.prefill.replicas == 2
+        assert len(operator.pids()) == 3
+
+
+@dataclass
+class Slot:
+    id: str
+    is_ready: bool
+    load: int
+
+    async def num_requests(self) -> int:
+        return self.load
+
+
+async def test_those_that_start_go_first_then_the_idle_then_the_youngest():
+    """V61: no running worker goes for one that only starts."""
+    slots = [Slot("a", True, 3), Slot("b", False, 0), Slot("c", True, 0), Slot("d", True, 0)]
+    order = [slot.id for slot in await least_missed(slots, 4)]  # type: ignore[arg-type]
+    assert order == ["b", "d", "c", "a"]
+    assert await least_missed(slots, 0) == []  # type: ignore[arg-type]
+    assert await least_missed(slots, -1) == []  # type: ignore[arg-type]

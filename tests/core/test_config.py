@@ -30,7 +30,7 @@ served_model_name: shown
 dtype: float32
 mode: colocated
 engine: {block_size: 8, max_model_len: 99, num_kv_blocks: 50, max_num_seqs: 3,
-         max_num_batched_tokens: 64, kv_cache_dtype: auto, quantization: none, threads: 2}
+         max_num_batched_tokens: 64, kv_cache_dtype: int8, quantization: int4, threads: 2}
 pools:
   prefill: {replicas: 2, tensor_parallel_size: 1, resources: {CPU: 0.5, custom: 1}, engine: {}}
   decode: {replicas: 3, engine: {max_num_seqs: 7}}
@@ -43,6 +43,8 @@ ray: {address: "auto"}
     assert config.pools.prefill.resources == {"CPU": 0.5, "custom": 1.0}
     assert config.engine_for("decode").max_num_seqs == 7
     assert config.engine_for("decode").block_size == 8
+    assert config.engine_for("decode").kv_cache_dtype == "int8"
+    assert config.engine_for("prefill").quantization == "int4"
     assert config.engine_for("prefill").max_num_seqs == 3
     assert config.kv_transfer.lease_seconds == 5.0
     assert config.router.grpc == "[::1]:2"
@@ -72,6 +74,22 @@ def test_wrong_keys(text, message):
     [
         ("dtype: fp8\nmodel: a", "c.yaml:1: dtype: expected 'auto', 'bfloat16', 'float16' or"),
         ("model: a\nmode: both", "c.yaml:2: mode: expected 'disaggregated' or 'colocated'"),
+        (
+            "model: a\nengine:\n  quantization: int3",
+            "c.yaml:3: engine.quantization: expected 'none', 'int8' or 'int4', got 'int3'",
+        ),
+        (
+            "model: a\nengine: {kv_cache_dtype: fp4}",
+            "c.yaml:2: engine.kv_cache_dtype: expected 'auto', 'bf16', 'int8' or 'fp8_e4m3'",
+        ),
+        (
+            "model: a\nengine: {speculative: {method: magic}}",
+            "c.yaml:2: engine.speculative.method: expected 'ngram', got 'magic'",
+        ),
+        (
+            "model: a\nengine:\n  speculative: {method: ngram, prompt_lookup_min: 9}",
+            "c.yaml:3: engine.speculative.prompt_lookup_min: expected at most prompt_lookup_max",
+        ),
         ("model: 5", "c.yaml:1: model: expected a valid string, got 5"),
         ("model: ''", "c.yaml:1: model: "),
         (
@@ -142,6 +160,10 @@ def test_contradictions_name_a_key_and_its_line():
         "c.yaml:5: pools.prefill.engine.block_size: expected the same in the prefill and decode"
     )
     assert parse_config(text + "\nmode: colocated").engine_for("prefill").block_size == 32
+    text = "model: a\npools:\n  decode:\n    engine: {kv_cache_dtype: int8}"
+    assert error_of(text).startswith(
+        "c.yaml:4: pools.decode.engine.kv_cache_dtype: expected the same in the prefill and decode"
+    )
     text = "model: a\nrouter:\n  http: 127.0.0.1:1\n  grpc: 127.0.0.1:1"
     assert error_of(text).startswith("c.yaml:4: router.grpc: expected another port")
     assert parse_config(text.replace(":1\n", ":0\n").replace("1:1", "1:0"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from core.errors import CorruptBlockError, HandoverError
-from kv_transfer.checksum import block_checksums, verify
+from kv_transfer.checksum import block_checksums, compare
 from kv_transfer.grpc_transport import GrpcTransfer, _data_of, stream_blocks
 from rpc import worker_pb2 as pb
 
@@ -45,7 +45,7 @@ async def test_a_flipped_bit_is_caught_by_the_checksum(source, transfer):
     source.set_fault("flip")
     await transfer.pull(source.peer("grpc"), "r", IDS, IDS)
     with pytest.raises(CorruptBlockError, match="position 1 of 96"):
-        verify(transfer.kv_cache, IDS, expected)
+        compare(block_checksums(transfer.kv_cache, IDS), expected)
 
 
 async def test_a_cancelled_pull_of_a_slow_stream(source, transfer):

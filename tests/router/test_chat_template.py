@@ -295,7 +295,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_stopped(name):
-    """With an error of ours, soon, and without touching what it was given."""
+    """V78: with an error of ours, soon, and without touching what it was given."""
     messages = [user()]
     with pytest.raises(PdserveError):
         ChatTemplate(HOSTILE[name], max_steps=20_000).render(messages)

@@ -181,6 +181,7 @@ async def test_completion_logprobs_cover_every_token(router):
 
 
 async def test_logprobs_of_tokens_that_are_no_characters(router):
+    """V43."""
     script = "a语b".encode()
     for worker in router.cluster.everyone:
         worker.script = lambda prompt, index: script[index]

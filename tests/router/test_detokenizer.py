@@ -62,6 +62,7 @@ def streamed(ids, cuts, stop, **options):
 @example([*b"xabcde"], [], ["abcdz", "bc"], False, True)
 @example([*b"aabaab", 0x61], [3], ["aabaac", "ba"], False, True)
 def test_streamed_text_is_the_whole_text(ids, cuts, stop, include, skip):
+    """V27, V28."""
     expected, string = whole_text(ids, stop, include, skip)
     deltas, detokenizer = streamed(ids, cuts, stop, include_stop=include, skip_special_tokens=skip)
     assert "".join(deltas) == expected

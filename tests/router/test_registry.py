@@ -117,6 +117,7 @@ async def test_the_controller_comes_back_with_changes(router):
 
 
 async def test_a_stalled_engine_gets_nothing_new(router_2p2d):
+    """V45."""
     stalled = router_2p2d.worker("prefill-0")
     ours = router_2p2d.server.registry.workers["prefill-0"]
     stalled.report(seconds_since_progress=100)

@@ -30,6 +30,26 @@ def answer_text(prompt: str, num_tokens: int, seed: int = 0) -> str:
     return "".join(chr(answer_token(ids, index, seed)) for index in range(num_tokens))
 
 
+def prompt_scores(
+    request: worker_pb2.GenerationRequest,
+) -> list[worker_pb2.PromptLogprobs]:
+    """If asked for, in two messages: prompt token i has -i/8, and so have its followers."""
+    if not request.sampling.HasField("prompt_logprobs"):
+        return []
+    tokens = []
+    for index, token_id in enumerate(request.prompt_token_ids[1:], start=1):
+        token = worker_pb2.Token(id=token_id, logprob=-index / 8)
+        for rank in range(request.sampling.prompt_logprobs):
+            token.top.append(
+                worker_pb2.TokenLogprob(id=(token_id + rank) % 256, logprob=-(index + rank) / 8)
+            )
+        tokens.append(token)
+    return [
+        worker_pb2.PromptLogprobs(first_index=1, tokens=tokens[:2]),
+        worker_pb2.PromptLogprobs(first_index=len(tokens[:2]) + 1, tokens=tokens[2:]),
+    ]
+
+
 def says(text: str, eos: int = 256) -> Callable[[list[int], int], int]:
     """A script for `FakeWorker.script`: this text in bytes, then EOS."""
     data = text.encode()
@@ -70,8 +90,13 @@ class FakeWorker:
         self.gate: asyncio.Semaphore | None = None
         self.requests: list[worker_pb2.GenerationRequest] = []
         self.hand_overs: list[bool] = []
+        self.metadata: list[dict[str, str]] = []  # of every call
         self.active = 0
         self.num_cancelled = 0
+        # What it says of its times: these messages are merged into what it sends.
+        self.prefill_started = worker_pb2.PrefillStarted()
+        self.first_token = worker_pb2.FirstToken()
+        self.decode_started = worker_pb2.DecodeStarted()
         self.num_tokens = 0  # sent, of all calls
         self.held: set[str] = set()  # attempts whose KV waits here for a decode worker
         self.cached: set[bytes] = set()
@@ -228,19 +253,30 @@ class _Prefill(worker_pb2_grpc.PrefillServiceServicer):
         fault = worker.next_fault()
         handed = worker.cluster.hand_over(request.request_id)
         worker.hand_overs.append(message.hand_over)
+        worker.metadata.append(dict(context.invocation_metadata()))
         try:
             async with translated_errors(context):
                 with worker.counted(request):
                     worker.check(message.incarnation)
                     started = worker_pb2.PrefillStarted(num_cached_tokens=worker.hit(request))
+                    started.MergeFrom(worker.prefill_started)
                     yield worker_pb2.PrefillEvent(started=started)
                     if not await worker.step(fault, 0):
+                        return
+                    for scores in prompt_scores(request):
+                        yield worker_pb2.PrefillEvent(prompt_logprobs=scores)
+                    if not request.sampling.max_tokens:
+                        length = worker_pb2.FINISH_REASON_LENGTH
+                        yield worker_pb2.PrefillEvent(
+                            first_token=worker_pb2.FirstToken(finish_reason=length)
+                        )
                         return
                     token, reason = worker.token(request, len(request.output_token_ids))
                     if message.hand_over and not reason:
                         worker.held.add(request.request_id)
                     handed.set_result(True)
                     first = worker_pb2.FirstToken(token=token, finish_reason=reason)
+                    first.MergeFrom(worker.first_token)
                     yield worker_pb2.PrefillEvent(first_token=first)
                     if request.request_id in worker.held:
                         if fault is not None and fault.after == 1:
@@ -259,10 +295,12 @@ class _Decode(worker_pb2_grpc.DecodeServiceServicer):
     async def Decode(self, message, context) -> AsyncIterator[worker_pb2.DecodeEvent]:
         worker, request = self._worker, message.request
         fault = worker.next_fault()
+        worker.metadata.append(dict(context.invocation_metadata()))
         async with translated_errors(context):
             with worker.counted(request):
                 worker.check(message.incarnation)
                 started = worker_pb2.DecodeStarted()
+                started.MergeFrom(worker.decode_started)
                 index = len(request.output_token_ids)
                 if fault is not None and fault.after == 0 and not await worker.fail(fault):
                     return
@@ -271,13 +309,20 @@ class _Decode(worker_pb2_grpc.DecodeServiceServicer):
                         raise HandoverError("the prefill worker gave up")
                     worker.cluster.take(request.request_id)
                     started.num_transferred_tokens = len(request.prompt_token_ids)
-                    started.kv_bytes = 1024
+                    started.kv_bytes = worker.decode_started.kv_bytes or 1024
                     index += 1
                 else:
                     started.num_cached_tokens = worker.hit(request)
                 yield worker_pb2.DecodeEvent(started=started)
+                if not message.HasField("source"):
+                    for scores in prompt_scores(request):
+                        yield worker_pb2.DecodeEvent(prompt_logprobs=scores)
                 num_sent = 0
                 reason = worker_pb2.FINISH_REASON_UNSPECIFIED
+                if not request.sampling.max_tokens:
+                    reason = worker_pb2.FINISH_REASON_LENGTH
+                    tokens = worker_pb2.Tokens(first_index=index, finish_reason=reason)
+                    yield worker_pb2.DecodeEvent(tokens=tokens)
                 while not reason:
                     if not await worker.step(fault, num_sent):
                         return

@@ -2,6 +2,7 @@
 plays the router: both legs at once, coupled, no retries."""
 
 import asyncio
+import random
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -54,6 +55,7 @@ class Pair:
     def __init__(self, prefill: PrefillWorker, decode: DecodeWorker) -> None:
         self.prefill = prefill
         self.decode = decode
+        self.via = ""  # the address by which D reaches P, if it is not P's own
         self.channels = {worker: make_channel(worker.info.address) for worker in (prefill, decode)}
 
     def stub(self, kind: Any, worker: Any) -> Any:
@@ -61,7 +63,8 @@ class Pair:
 
     def source(self, **changes: str) -> pb.PeerAddress:
         info = self.prefill.info
-        fields = {"worker_id": info.id, "address": info.address, "incarnation": info.incarnation}
+        address = self.via or info.address
+        fields = {"worker_id": info.id, "address": address, "incarnation": info.incarnation}
         return pb.PeerAddress(**{**fields, **changes})
 
     def prefill_call(self, request: GenerationRequest, hand_over: bool = True) -> Any:
@@ -152,6 +155,11 @@ class Pair:
             await channel.close()
         await self.decode.stop()
         await self.prefill.stop()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(f"{seed}/{length}")
+    return [rng.randrange(256) for _ in range(length)]
 
 
 def request(

@@ -22,8 +22,13 @@ def reference_model() -> Any:
 
 def greedy(prompt_token_ids: Sequence[int], num_tokens: int) -> list[int]:
     """The next `num_tokens` tokens, EOS not stopping them."""
+    return list(_greedy(tuple(prompt_token_ids), num_tokens))
+
+
+@cache
+def _greedy(prompt_token_ids: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
     model = reference_model()
-    ids = torch.tensor([list(prompt_token_ids)])
+    ids = torch.tensor([prompt_token_ids])
     with torch.inference_mode():
         output = model.generate(
             ids,
@@ -34,7 +39,7 @@ def greedy(prompt_token_ids: Sequence[int], num_tokens: int) -> list[int]:
             eos_token_id=None,
             pad_token_id=0,
         )
-    return list(output[0, len(prompt_token_ids) :].tolist())
+    return tuple(output[0, len(prompt_token_ids) :].tolist())
 
 
 def logprobs(token_ids: Sequence[int]) -> torch.Tensor:

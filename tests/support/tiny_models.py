@@ -162,7 +162,10 @@ class PagedRunner:
         self.block_size = block_size
         shape = (num_blocks, *model.kv_block_shape(block_size))
         generator = torch.Generator().manual_seed(1)
-        self.kv_cache = torch.randn(shape, generator=generator).to(model.kv_dtype)
+        if model.kv_dtype == torch.uint8:  # quantised rows: bytes that make finite scales
+            self.kv_cache = torch.randint(1, 90, shape, generator=generator, dtype=torch.uint8)
+        else:
+            self.kv_cache = torch.randn(shape, generator=generator).to(model.kv_dtype)
         self._free = torch.randperm(num_blocks, generator=generator).tolist()
         self.block_tables: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}

@@ -4,7 +4,6 @@ Each test ends with `wait_idle`: no block in use, no lease, both engines sound.
 """
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -26,12 +25,16 @@ from prefill_worker import PrefillWorker
 from rpc import worker_pb2 as pb
 from rpc import worker_pb2_grpc
 from rpc.status import error_from_rpc
-from support.pair import BLOCK, Pair, disturb, request, running_pair, start_worker, tiny_config
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(f"{seed}/{length}")
-    return [rng.randrange(256) for _ in range(length)]
+from support.pair import (
+    BLOCK,
+    Pair,
+    disturb,
+    prompt,
+    request,
+    running_pair,
+    start_worker,
+    tiny_config,
+)
 
 
 @pytest.fixture(params=["nixl", "grpc"])

@@ -32,8 +32,8 @@ SCHEMA = {
 }
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def pair(tmp_path_factory):
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["plain", "speculative"])
+async def pair(tmp_path_factory, request):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("bytes-llama")
     config = LlamaConfig(
@@ -50,7 +50,10 @@ async def pair(tmp_path_factory):
     LlamaForCausalLM(config).save_pretrained(folder)
     save_byte_tokenizer(folder)
     engine = {"num_kv_blocks": 2048, "max_num_seqs": 128, "max_num_batched_tokens": 256}
-    async with running_pair(tiny_config(folder, **engine)) as pair:
+    decode = dict(engine)
+    if request.param == "speculative":
+        decode["speculative"] = "{method: ngram, num_tokens: 3, prompt_lookup_min: 1}"
+    async with running_pair(tiny_config(folder, **engine), tiny_config(folder, **decode)) as pair:
         yield pair
 
 
@@ -59,11 +62,12 @@ def text_of(tokens: list[int]) -> str:
 
 
 async def test_a_hundred_seeds_validate(pair):
+    """Fifty with each kind of decoding."""
     grammar = json_schema(SCHEMA)
     requests = [
         request(range(20 + seed, 31 + seed), 300, seed=seed, temperature=1.0,
                 stop_token_ids=(EOS,), grammar=grammar)
-        for seed in range(100)
+        for seed in range(50)
     ]  # fmt: skip
     answers = await asyncio.gather(*(pair.generate(r, timeout_s=60) for r in requests))
     assert not [answer.error for answer in answers if answer.error]
@@ -71,7 +75,10 @@ async def test_a_hundred_seeds_validate(pair):
     texts = [text_of(answer.tokens) for answer in answers]
     for text in texts:
         jsonschema.validate(json.loads(text), SCHEMA)
-    assert len(set(texts)) > 90
+    assert len(set(texts)) > 45
+    stats = await pair.decode.runtime.run_on_engine(lambda e: e.stats())
+    is_speculative = pair.decode.runtime.settings.engine.speculative is not None
+    assert (stats.tokens_draft_accepted_total > 0) == is_speculative
     await pair.wait_idle()
 
 

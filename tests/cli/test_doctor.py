@@ -1,0 +1,66 @@
+import socket
+
+import pytest
+
+from cli import doctor
+from cli.doctor import Verdict, read_probe
+from core.config import load_config
+
+GOOD_PROBE = 'noise\nPROBE {"gpus": [], "plugins": ["UCX"]}\n'
+
+
+@pytest.fixture(autouse=True)
+def no_probe(monkeypatch):
+    """Loading torch takes seconds; what it says is tested apart."""
+    monkeypatch.setattr(doctor, "_run_probe", lambda: GOOD_PROBE)
+
+
+def test_a_well_machine_ends_with_0(pdserve, config_file, monkeypatch):
+    monkeypatch.setattr(doctor, "_LEAST_SHM", 0)
+    result = pdserve("doctor", config_file)
+    assert result.exit_code == 0, result.output
+    for expected in ("is valid", "torch", "NIXL works, with UCX", "are free", "is at"):
+        assert expected in result.stdout
+
+
+def test_what_up_would_fail_of_is_a_problem_with_advice_and_exit_code_1(pdserve, config_file):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        result = pdserve("doctor", config_file, "--set", f"router.http='127.0.0.1:{port}'")
+    assert result.exit_code == 1
+    assert f"problem: port {port} on 127.0.0.1 is in use" in result.stdout
+    assert "->" in result.stdout
+
+
+def test_a_wrong_file_does_not_end_the_other_checks(pdserve, config_file):
+    config_file.write_text("modle: x\n")
+    result = pdserve("doctor", config_file)
+    assert result.exit_code == 1
+    assert "problem: " in result.stdout and "shared memory" in result.stdout
+
+
+def test_too_little_shared_memory_says_how_to_get_more(tmp_path):
+    (finding,) = doctor.check_shared_memory(str(tmp_path), least=1 << 60)
+    assert finding.verdict is Verdict.BAD
+    assert "--shm-size" in finding.advice
+
+
+def test_too_little_memory_is_found(config_file, model):
+    config = load_config(config_file)
+    files = doctor.resolve_model(config.model, download=False)
+    assert [f.verdict for f in doctor.check_fit(config, files, 1 << 20)] == [Verdict.BAD]
+
+
+@pytest.mark.parametrize(
+    ("output", "verdicts", "words"),
+    [
+        (GOOD_PROBE, [Verdict.GOOD] * 2, "NIXL works"),
+        ('PROBE {"gpus": ["H100"], "plugins": []}', [Verdict.GOOD, Verdict.NOTE], "no UCX"),
+        ('PROBE {"torch": "ImportError: x", "nixl": "y"}', [Verdict.NOTE] * 2, "gRPC instead"),
+        ("exit code -11: segfault", [Verdict.BAD], "crashed: exit code -11"),
+    ],
+)
+def test_the_probe_is_read(output, verdicts, words):
+    findings = list(read_probe(output))
+    assert [f.verdict for f in findings] == verdicts
+    assert any(words in f"{f.what} {f.advice}" for f in findings)
