@@ -4,8 +4,9 @@
                                 [--variants none/auto none/auto/torch int8/auto ...]
 
 A variant is quantization/kv_cache_dtype; with /torch behind it, without the native operations.
-All variants are loaded at once and measured in turn, round after round, so that whatever else the machine does hits all of them alike; medians over the
-rounds are reported. Attention reads `--context` tokens, of zeros: values do not change its cost.
+All variants are loaded at once and measured in turn, round after round, so that whatever else the
+machine does hits all of them alike; medians over the rounds are reported. Attention reads
+`--context` tokens, of zeros: values do not change its cost.
 """
 
 import argparse

@@ -51,6 +51,8 @@ class KvService(worker_pb2_grpc.KvServiceServicer):
         async with translated_errors(context):
             self._runtime.check_incarnation(request.incarnation)
             lease = self._leases.get(request.request_id)
+            if lease is not None and lease.error is not None:
+                raise lease.error  # the cause, which may overtake the Attach stream
             if lease is None or not lease.is_attached or lease.block_ids is None:
                 raise HandoverError(f"attempt {request.request_id} holds no blocks here")
             final = set(lease.block_ids[: lease.num_ready_blocks])

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import psutil
+import pytest
 
 PATIENCE_S = 120.0  # a bound for a busy machine, not a measure
 
@@ -62,13 +63,16 @@ def test_ctrl_c_ends_everything_with_exit_code_0(start_up, tmp_path):
     assert not list((tmp_path / "run").rglob("*.json"))
 
 
-def test_a_signal_to_the_whole_group_ends_everything_too(start_up):
-    """As `timeout` sends it: Ray's own processes get it as well, and die first."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+def test_a_signal_to_the_whole_group_ends_everything_too(start_up, number):
+    """As `timeout` or a closed terminal sends it: Ray's own processes may get it too, and first."""
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip("ignored here, as under nohup, and so by what is started")
     shm = set(os.listdir("/dev/shm"))
     process = start_up()
     read_until(process, "Ctrl-C stops it")
     processes = family(process)
-    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, number)
     stdout, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     assert stdout.endswith("stopped\n")

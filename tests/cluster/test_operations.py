@@ -1,7 +1,6 @@
 """Apply, scale, drain and rollout on a real local Ray, with workers that have no engine."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -194,12 +193,13 @@ async def test_without_room_for_one_more_the_old_one_goes_first(ray_running, tmp
         assert operator.controller.config.engine_for("prefill").max_num_seqs == 64
 
 
-async def test_a_size_that_does_not_fit_is_refused_and_not_wanted_any_more(ray_running, tmp_path):
+async def test_a_size_that_does_not_fit_is_refused_and_not_wanted_any_more(
+    ray_running, tmp_path, monkeypatch
+):
     async with operated(tmp_path) as operator:
-        weights = tmp_path / "weights.gguf"
-        weights.touch()
-        os.truncate(weights, 1 << 50)  # holes: more than any machine has
-        operator.controller._model_path = weights
+        weights = operator.controller._model_path = tmp_path / "weights.gguf"
+        weights.write_bytes(b"GGUF")
+        monkeypatch.setattr("cluster.controller.available_memory", lambda: 1 << 20)
         with pytest.raises(RequestError, match="too little memory for 1 more worker"):
             await operator.scale(prefill=5)
         assert operator.controller.config.pools.prefill.replicas == 2
