@@ -34,8 +34,6 @@ _WORKER_COUNTERS = (
     ("prefix_hit_tokens_total", "pdserve_worker_prefix_hit_tokens", "Prompt tokens found cached"),
     ("tokens_drafted_total", "pdserve_worker_tokens_drafted", "Proposed by speculative decoding"),
     ("tokens_draft_accepted_total", "pdserve_worker_tokens_draft_accepted", "Of those, accepted"),
-    ("tokens_drafted_total", "pdserve_worker_tokens_drafted", "Tokens guessed ahead"),
-    ("tokens_draft_accepted_total", "pdserve_worker_tokens_draft_accepted", "Right guesses"),
     ("preemptions_total", "pdserve_worker_preemptions", "Sequences preempted"),
     ("aborts_total", "pdserve_worker_aborts", "Sequences aborted"),
 )

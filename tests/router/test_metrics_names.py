@@ -24,7 +24,9 @@ async def scrape(it: Running) -> dict[str, dict[tuple[tuple[str, str], ...], flo
         assert family.documentation, family.name
         for sample in family.samples:
             labels = tuple(sorted(sample.labels.items()))
-            found.setdefault(sample.name, {})[labels] = sample.value
+            series = found.setdefault(sample.name, {})
+            assert labels not in series, f"{sample.name}{labels} is there twice"
+            series[labels] = sample.value
     return found
 
 
