@@ -3,7 +3,7 @@ distribution is from that of the plain weights and cache.
 
     python benchmarks/perplexity.py [--model smollm2-135m] [--text FILE] [--dtype bfloat16]
 
-The text is the beginning of Moby-Dick (Herman Melville, 1851; public domain). It is read in
+The text follows the beginning of Moby-Dick (Herman Melville, 1851; public domain). It is read in
 chunks, so that most keys and values are read back from the cache.
 """
 
