@@ -15,8 +15,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals(AbstractContextManager["StopSignals"]):
-    """Owns the handlers of these signals while it is entered. One that is ignored, as nohup
-    has it with SIGHUP, stays ignored.
+    """Owns the handlers of these signals while it is entered. A SIGHUP that is ignored, as by
+    nohup, stays so. An ignored SIGINT does not: a shell script's `pdserve up &` starts with one,
+    and has to be able to stop what it started.
 
     The first signal raises KeyboardInterrupt, or once `notify` has named a loop calls back there.
     After `stopping` it does nothing: what it asks for is under way. The second signal kills every
@@ -46,7 +47,7 @@ class StopSignals(AbstractContextManager["StopSignals"]):
     def install(self) -> None:
         """Again, after a library has set handlers of its own."""
         for number, before in self._before.items():
-            if before is not signal.SIG_IGN:
+            if number != signal.SIGHUP or before is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
     @contextlib.contextmanager

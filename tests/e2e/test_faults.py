@@ -238,6 +238,8 @@ def test_cached_tokens_are_prefills_own_hits(live: Callable[[str], Live], kind: 
 def test_one_token_needs_no_decode(live: Callable[[str], Live], kind: str) -> None:
     """V17"""
     cluster = live(kind)
+    cluster.wait_idle()
+    time.sleep(0.3)  # the workers' figures reach the router ten times a second
     before = cluster.workers("decode")[0]
     body = cluster.complete("The capital of France is", max_tokens=1)
     assert body["usage"]["completion_tokens"] == 1

@@ -46,11 +46,22 @@ async def prometheus(target: str, folder: Path) -> AsyncIterator[httpx.AsyncClie
     )  # fmt: skip
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            await _wait_ready(client)
             yield client
     finally:
         if process.returncode is None:
             process.terminate()
         await process.wait()
+
+
+async def _wait_ready(client: httpx.AsyncClient) -> None:
+    """It listens, and answers 503, before it is ready."""
+    async with asyncio.timeout(30):
+        while True:
+            with suppress(httpx.TransportError):
+                if (await client.get("/-/ready")).status_code == 200:
+                    return
+            await asyncio.sleep(0.1)
 
 
 async def _query(client: httpx.AsyncClient, expression: str) -> list[dict]:
@@ -67,8 +78,7 @@ async def test_prometheus_scrapes_evaluates_and_answers(tmp_path: Path) -> None:
 
             async def watch() -> None:
                 while not seen:
-                    with suppress(httpx.TransportError):  # it may not have started yet
-                        seen.extend(await _query(client, "pdserve_worker_ready == 1"))
+                    seen.extend(await _query(client, "pdserve_worker_ready == 1"))
                     await asyncio.sleep(0.1)
 
             watching = asyncio.create_task(watch())
