@@ -4,8 +4,6 @@ Structured output is matched byte by byte against the vocabulary; this is all th
 never sees text, has to know of the tokenizer.
 """
 
-import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,14 @@ from typing import Any
 from core.errors import ModelError
 from core.gguf_metadata import read_gguf_metadata
 from core.model_files import ModelFiles
+from core.tokenizer_files import (
+    NAMED_TOKENS,
+    byte_fallback,
+    byte_level,
+    generation_end_ids,
+    read_json,
+)
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 # Values of tokenizer.ggml.token_type.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
@@ -43,7 +46,7 @@ def _from_gguf(path: Path) -> Vocabulary:
     if not isinstance(texts, list) or kind not in ("gpt2", "llama"):
         raise ModelError(f"{path.name}: its vocabulary (tokenizer.ggml.model {kind!r}) is not read")
     types = get("token_type") or [1] * len(texts)
-    decode = _byte_level if kind == "gpt2" else _byte_fallback
+    decode = byte_level if kind == "gpt2" else byte_fallback
     tokens = []
     for text, type_ in zip(texts, types, strict=True):
         if type_ in (_UNKNOWN, _CONTROL, _UNUSED):
@@ -55,7 +58,7 @@ def _from_gguf(path: Path) -> Vocabulary:
 
 def _from_folder(folder: Path) -> Vocabulary:
     path = folder / "tokenizer.json"
-    data = _json(path)
+    data = read_json(path)
     if not data:
         raise ModelError(f"{path}: there is no tokenizer to read the vocabulary from")
     try:
@@ -66,21 +69,21 @@ def _from_folder(folder: Path) -> Vocabulary:
             if isinstance(vocab, list)
             else dict(vocab)
         )
-        decode = _byte_level if _is_byte_level(data.get("decoder")) else _byte_fallback
+        decode = byte_level if _is_byte_level(data.get("decoder")) else byte_fallback
         by_id = {index: decode(text) for text, index in ids.items()}
         for token in added:
             by_id[token["id"]] = b"" if token["special"] else token["content"].encode()
             ids[token["content"]] = token["id"]
-        config = _json(folder / "tokenizer_config.json")
+        config = read_json(folder / "tokenizer_config.json")
         known = {token["content"] for token in added}
-        named = {name: _content(config.get(name)) for name in _NAMED}
+        named = {name: _content(config.get(name)) for name in NAMED_TOKENS}
         for text in named.values():
             if text in ids and text not in known:
                 by_id[ids[text]] = b""
         tokens = [by_id.get(index, b"") for index in range(max(by_id) + 1)]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ModelError(f"{path}: not a readable vocabulary: {error!r}") from error
-    return _vocabulary(tokens, [ids.get(named["eos_token"] or ""), *_generation_ends(folder)])
+    return _vocabulary(tokens, [ids.get(named["eos_token"] or ""), *generation_end_ids(folder)])
 
 
 def _vocabulary(tokens: list[bytes], ends: list[Any]) -> Vocabulary:
@@ -88,27 +91,6 @@ def _vocabulary(tokens: list[bytes], ends: list[Any]) -> Vocabulary:
     for index in eos:
         tokens[index] = b""  # whatever its text, it is an end and never a part
     return Vocabulary(tokens, tuple(eos))
-
-
-def _generation_ends(folder: Path) -> list[Any]:
-    for name in ("generation_config.json", "config.json"):
-        value = _json(folder / name).get("eos_token_id")
-        if value is not None:
-            return value if isinstance(value, list) else [value]
-    return []
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """A JSON object; {} if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: expected a JSON object")
-    return data
 
 
 def _content(value: Any) -> str | None:
@@ -121,25 +103,3 @@ def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
     if decoder is None:
         return False
     return any(step.get("type") == "ByteLevel" for step in decoder.get("decoders") or [decoder])
-
-
-def _byte_characters() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the rest is moved past U+0100."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    moved = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): b for i, b in enumerate(moved)}
-
-
-_BYTE_OF = _byte_characters()
-
-
-def _byte_level(text: str) -> bytes:
-    try:
-        return bytes([_BYTE_OF[character] for character in text])
-    except KeyError:
-        return text.encode()
-
-
-def _byte_fallback(text: str) -> bytes:
-    byte = _BYTE_TOKEN.fullmatch(text)
-    return bytes([int(byte[1], 16)]) if byte else text.replace("▁", " ").encode()

@@ -11,7 +11,6 @@ chat, and clients of untrusted text must clean it themselves.
 """
 
 import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,22 +22,15 @@ from tokenizers.processors import TemplateProcessing
 from core.errors import ModelError, RequestError
 from core.gguf_metadata import read_gguf_metadata
 from core.model_files import ModelFiles
+from core.tokenizer_files import (
+    NAMED_TOKENS,
+    byte_fallback,
+    byte_level,
+    generation_end_ids,
+    read_json,
+)
 from router.chat_template import ChatTemplate
 from router.gguf_tokenizer import tokenizer_from_gguf
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
-
-
-def _byte_characters() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the rest is moved past U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = [byte for byte in range(256) if byte not in set(printable)]
-    table = {chr(byte): byte for byte in printable}
-    return table | {chr(0x100 + position): byte for position, byte in enumerate(moved)}
-
-
-_BYTE_OF = _byte_characters()
 
 
 class Tokenizer:
@@ -113,11 +105,8 @@ class Tokenizer:
         if token is None:
             return b""
         if self._byte_level:
-            if added is None and all(character in _BYTE_OF for character in token):
-                return bytes(_BYTE_OF[character] for character in token)
-            return token.encode()
-        byte = _BYTE_TOKEN.fullmatch(token)
-        return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
+            return byte_level(token) if added is None else token.encode()
+        return byte_fallback(token)
 
     def token_text(self, index: int) -> str:
         """How a token is shown alone; parts of a character become U+FFFD."""
@@ -179,10 +168,12 @@ def _from_folder(folder: Path) -> Tokenizer:
         raise ModelError(f"{path}: not a readable tokenizer: {error}") from error
     rust.no_truncation()
     rust.no_padding()
-    config = _json(folder / "tokenizer_config.json")
-    special_map = _json(folder / "special_tokens_map.json")
+    config = read_json(folder / "tokenizer_config.json")
+    special_map = read_json(folder / "special_tokens_map.json")
     named = {
-        name: token for name in _NAMED if (token := _token(config.get(name, special_map.get(name))))
+        name: token
+        for name in NAMED_TOKENS
+        if (token := _token(config.get(name, special_map.get(name))))
     }
     found = {name: rust.token_to_id(token) for name, token in named.items()}
     ids = {name: index for name, index in found.items() if index is not None}
@@ -195,7 +186,7 @@ def _from_folder(folder: Path) -> Tokenizer:
         ]
     )
     _honour_bos_and_eos_switches(rust, config, named, ids)
-    ends = [ids.get("eos_token"), *_generation_ends(folder)]
+    ends = [ids.get("eos_token"), *generation_end_ids(folder)]
     return Tokenizer(
         rust,
         eos_token_ids=tuple(dict.fromkeys(index for index in ends if index is not None)),
@@ -203,19 +194,6 @@ def _from_folder(folder: Path) -> Tokenizer:
         chat_template=_folder_template(folder, config, named),
         source=str(path),
     )
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """A JSON object; {} if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: expected a JSON object")
-    return data
 
 
 def _token(value: Any) -> str | None:
@@ -238,16 +216,6 @@ def _honour_bos_and_eos_switches(
         single=[*(named[name] for name in before), "$A", *(named[name] for name in after)],
         special_tokens=[(named[name], ids[name]) for name in before + after],
     )
-
-
-def _generation_ends(folder: Path) -> list[int]:
-    """EOS ids of generation_config.json, or else of config.json: one or a list."""
-    for name in ("generation_config.json", "config.json"):
-        value = _json(folder / name).get("eos_token_id")
-        if value is not None:
-            values = value if isinstance(value, list) else [value]
-            return [index for index in values if isinstance(index, int)]
-    return []
 
 
 def _folder_template(
