@@ -106,13 +106,6 @@ def resolve_model(
     )
 
 
-def pull_model(name: str, progress: Progress) -> ModelFiles:
-    """`resolve_model` for people: fetches ahead of time and ends with where the model is."""
-    files = resolve_model(name, progress=progress)
-    progress(f"{files.name} is at {files.path}")
-    return files
-
-
 # ---------------------------------------------------------------- local
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from core import model_files
 from core.errors import ModelError
-from core.model_files import ModelFiles, pull_model, resolve_model
+from core.model_files import ModelFiles, resolve_model
 from support.models import smollm2_files
 
 GGUF = b"GGUF" + bytes(1000)
@@ -182,7 +182,7 @@ def kept(tmp_path):
 
 def test_a_built_in_model_is_fetched_once(fake_built_in, tmp_path):
     lines = []
-    files = pull_model("fake", lines.append)
+    files = resolve_model("fake", progress=lines.append)
     assert files.path == tmp_path / "cache" / "pdserve" / "models" / "fake" / "tiny.gguf"
     assert files.path.read_bytes() == GGUF
     assert kept(tmp_path) == [".lock", "tiny.gguf"]
