@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -90,19 +91,19 @@ class Decoder:
     ) -> torch.Tensor:
         """input_ids and positions: `[T]` as `batch` lays them out. Writes the KV of all of them
         and returns float32 logits `[R, vocab_size]` of the rows `logits_rows` `[R]`."""
-        if self._backend is None:
+        backend = self._backend
+        if backend is None:
             raise RuntimeError("bind a KV cache first")
-        self._backend.plan(batch)
-        cos_sins = [rope.cos_sin(positions) for rope in self._ropes]
+        backend.plan(batch)
+        rotates = [partial(rope.apply, cos_sin=rope.cos_sin(positions)) for rope in self._ropes]
         hidden = F.embedding(input_ids, self._weights.embedding)
         if self._embedding_scale is not None:
             hidden = hidden * self._embedding_scale
         last = self.config.num_layers - 1
         for i, layer in enumerate(self._weights.layers):
-            has_local_rope = int(self.config.layers[i].has_local_rope)
-            attended = self._attend(
-                layer, i, hidden, self._ropes[has_local_rope], cos_sins[has_local_rope]
-            )
+            attend = partial(backend.forward, self._attention_layers[i])
+            rotate = rotates[int(self.config.layers[i].has_local_rope)]
+            attended = layer.attention(layer.input_norm(hidden), rotate, attend)
             if i == last:  # KV is written; from here only the sampled rows matter
                 hidden, attended = hidden[logits_rows], attended[logits_rows]
             hidden = self._feed_forward(layer, hidden, attended)
@@ -112,33 +113,10 @@ class Decoder:
             logits = logits.div_(cap).tanh_().mul_(cap)
         return logits
 
-    def _attend(
-        self,
-        layer: Layer,
-        index: int,
-        hidden: torch.Tensor,
-        rope: Rope,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        """Attention before its output projection, `[T, num_heads * head_dim]`."""
-        config = self.config
-        assert self._backend is not None
-        qkv = layer.qkv(layer.input_norm(hidden)).view(hidden.shape[0], -1, config.head_dim)
-        num_rotated = config.num_heads + config.num_kv_heads
-        query_key, value = qkv[:, :num_rotated], qkv[:, num_rotated:]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            query = layer.q_norm(qkv[:, : config.num_heads])
-            key = layer.k_norm(qkv[:, config.num_heads : num_rotated])
-            query_key = torch.cat((query, key), dim=1)
-        query_key = rope.apply(query_key, cos_sin)
-        query, key = query_key[:, : config.num_heads], query_key[:, config.num_heads :]
-        attended = self._backend.forward(self._attention_layers[index], query, key, value)
-        return attended.flatten(1)
-
     def _feed_forward(
         self, layer: Layer, hidden: torch.Tensor, attended: torch.Tensor
     ) -> torch.Tensor:
-        attended = layer.o(attended)
+        attended = layer.attention.o(attended)
         if layer.attention_post_norm is not None:
             attended = layer.attention_post_norm(attended)
         hidden = hidden + attended

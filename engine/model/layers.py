@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +15,26 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+# Rope at this step's positions, of `[T, heads, dim]`.
+Rotate = Callable[[torch.Tensor], torch.Tensor]
+# Paged attention of one layer: query, key and value, as `AttentionBackend.forward` has them.
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
 class Projection(Protocol):
     """x `[T, in]` -> `[T, out]`."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class Attention(Protocol):
+    """x `[T, hidden]`, normed -> what `o` takes, `[T, in]`. `projections` names the fields that
+    may be quantised or packed."""
+
+    projections: ClassVar[tuple[str, ...]]
+    o: Projection
+
+    def __call__(self, x: torch.Tensor, rotate: Rotate, attend: Attend) -> torch.Tensor: ...
 
 
 @dataclass(slots=True)
@@ -123,10 +139,7 @@ class Layer:
     """Weights of one decoder layer. The post norms are Gemma's."""
 
     input_norm: Norm
-    qkv: Projection  # rows of q, then k, then v
-    q_norm: Norm | None
-    k_norm: Norm | None
-    o: Projection
+    attention: Attention
     attention_post_norm: Norm | None
     mlp_norm: Norm
     mlp: Mlp | Experts

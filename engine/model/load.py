@@ -17,6 +17,7 @@ import torch
 from core.errors import ModelError
 from core.model_files import ModelFiles
 from engine.attention.kv_format import KVCacheDtype, KVFormat
+from engine.model.attention import MultiHeadAttention
 from engine.model.config import ModelConfig, parse_config
 from engine.model.decoder import Decoder
 from engine.model.gguf_weights import GGUFSource
@@ -224,7 +225,7 @@ class _Allocation:
                 setattr(owner, name, make(getattr(owner, name)))
 
         for layer in self.weights.layers:
-            replace(layer, "qkv", "o")
+            replace(layer.attention, *layer.attention.projections)
             mlps = layer.mlp.experts if isinstance(layer.mlp, Experts) else [layer.mlp]
             for mlp in mlps:
                 replace(mlp, "gate_up", "down")
@@ -256,27 +257,36 @@ class _Allocation:
     def _layer(self, index: int) -> Layer:
         config, prefix = self._config, f"model.layers.{index}"
         hidden, family = config.hidden_size, config.family
-        q_size, kv_size = (
-            heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads)
-        )
-        attention = f"{prefix}.self_attn"
-        qkv = {f"{attention}.{n}_proj": kv_size if n != "q" else q_size for n in "qkv"}
-        if family.fused_projections:
-            qkv = {f"{attention}.qkv_proj": q_size + 2 * kv_size}
         after = f"{prefix}.post_attention_layernorm"
         before_mlp = f"{prefix}.pre_feedforward_layernorm" if family.post_norms else after
         after_mlp = f"{prefix}.post_feedforward_layernorm"
         has_experts = config.layers[index].has_experts
         return Layer(
             input_norm=self._norm(f"{prefix}.input_layernorm", hidden),
-            qkv=self._linear(qkv, hidden, config.qkv_bias),
-            q_norm=self._norm(f"{attention}.q_norm", config.head_dim) if family.qk_norm else None,
-            k_norm=self._norm(f"{attention}.k_norm", config.head_dim) if family.qk_norm else None,
-            o=self._linear({f"{attention}.o_proj": hidden}, q_size, config.o_bias),
+            attention=self._multi_head(f"{prefix}.self_attn"),
             attention_post_norm=self._norm(after, hidden) if family.post_norms else None,
             mlp_norm=self._norm(before_mlp, hidden),
             mlp=self._experts(prefix) if has_experts else self._mlp(f"{prefix}.mlp"),
             mlp_post_norm=self._norm(after_mlp, hidden) if family.post_norms else None,
+        )
+
+    def _multi_head(self, prefix: str) -> MultiHeadAttention:
+        config = self._config
+        q_size, kv_size = (
+            heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads)
+        )
+        qkv = {f"{prefix}.{n}_proj": kv_size if n != "q" else q_size for n in "qkv"}
+        if config.family.fused_projections:
+            qkv = {f"{prefix}.qkv_proj": q_size + 2 * kv_size}
+        has_norms = config.family.qk_norm
+        return MultiHeadAttention(
+            qkv=self._linear(qkv, config.hidden_size, config.qkv_bias),
+            q_norm=self._norm(f"{prefix}.q_norm", config.head_dim) if has_norms else None,
+            k_norm=self._norm(f"{prefix}.k_norm", config.head_dim) if has_norms else None,
+            o=self._linear({f"{prefix}.o_proj": config.hidden_size}, q_size, config.o_bias),
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
         )
 
     def _mlp(
