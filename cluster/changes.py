@@ -24,6 +24,9 @@ _ENGINE_KEYS = {
     "max_num_batched_tokens",
     "enable_prefix_caching",
     "threads",
+    "gpu_memory_utilization",
+    "attention",
+    "cuda_graphs",
 }
 _WORKER_KEYS = {"kv_transfer.lease_seconds"}
 

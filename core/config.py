@@ -63,7 +63,17 @@ class EngineConfig(_Section):
     kv_cache_dtype: Literal["auto", "bf16", "int8", "fp8_e4m3"] = "auto"
     quantization: Literal["none", "int8", "int4"] = "none"
     threads: Positive | Literal["auto"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    # Of a GPU's memory: what weights, KV blocks and a step may take together.
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    attention: Literal["auto", "torch", "flashinfer"] = "auto"
+    cuda_graphs: Literal["auto", "off"] = "auto"
     speculative: SpeculativeConfig | None = None
+
+    @field_validator("cuda_graphs", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        return "off" if value is False else value  # what YAML makes of it
 
 
 class PoolConfig(_Section):

@@ -16,6 +16,7 @@ from engine.sampler import Sampler, score
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence, SequenceState, check_request, check_token_ids
 from engine.speculative import NgramProposer
+from engine.staging import Staging
 from engine.step import prepare
 from engine.types import EngineStats, Model, SequenceOutput
 
@@ -64,9 +65,11 @@ class Engine:
         )
         self.made_progress = False  # whether the last step did anything at all
         self._sampler = Sampler()
+        self._staging = Staging(
+            self.kv_cache.device, torch.int64, 3 * config.max_num_batched_tokens
+        )
         self.model = model
         self._vocab_size = model.config.vocab_size
-        self._device = device
         self._sequences: dict[str, Sequence] = {}
         self._arrivals = itertools.count()
         self._early: list[SequenceOutput] = []  # outputs of the next step, known before it
@@ -199,9 +202,8 @@ class Engine:
             return _StepResult()
         try:
             inputs = prepare(plan)
-            input_ids, positions, rows = (
-                torch.tensor(values, dtype=torch.int64).to(self._device)
-                for values in (inputs.input_ids, inputs.positions, inputs.logits_rows)
+            input_ids, positions, rows = self._staging.put(
+                inputs.input_ids, inputs.positions, inputs.logits_rows
             )
             logits = self.model.forward(input_ids, positions, inputs.batch, rows)
             result, start = _StepResult(), len(inputs.sampled)
@@ -215,6 +217,9 @@ class Engine:
                 scored = score(logits[start:end], item.token_ids, num_top)
                 result.prompt_logprobs.append((item.seq, scored))
                 start = end
+            if self.kv_cache.is_cuda:
+                # KV that this step announces is read by others, past any stream of ours.
+                torch.cuda.current_stream().synchronize()
             return result
         except Exception as error:
             logger.exception("a step with %d sequences failed", len(plan.steps))

@@ -21,19 +21,16 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from core.errors import (
     EngineError,
-    ModelError,
     OverloadedError,
     StalePeerError,
     UnavailableError,
 )
-from core.host import default_kv_memory
 from core.model_files import ModelFiles, resolve_model
 from core.types import GenerationRequest, KVBlockCounts, Role, WorkerState
 from core.worker_settings import WorkerSettings
 from engine.engine import Engine
 from engine.grammar import GrammarCompiler, Matcher
 from engine.loop import EngineLoop
-from engine.model.load import load_model
 from engine.types import EngineStats, SequenceOutput
 from kv_transfer.base import KVTransfer
 from kv_transfer.carrier import CarrierWatch
@@ -42,6 +39,7 @@ from kv_transfer.select import make_transports
 from rpc import codec, worker_pb2_grpc
 from rpc import worker_pb2 as pb
 from rpc.channel import make_server
+from worker.engine_setup import build_engine
 from worker.outputs import OutputHub
 from worker.status import StatusService
 
@@ -85,7 +83,7 @@ class WorkerRuntime:
     # ------------------------------------------------------------ start and stop
 
     async def load(self, progress: Callable[[str], None]) -> None:
-        """Loads the model and starts the engine thread. Raises ModelError."""
+        """Loads the model and starts the engine thread. Raises ConfigError and ModelError."""
         settings = self.settings
         torch.set_num_threads(settings.threads)
         files = await asyncio.to_thread(resolve_model, settings.config.model, progress=progress)
@@ -104,34 +102,10 @@ class WorkerRuntime:
             )
 
     def _build_engine(self, files: ModelFiles, progress: Callable[[str], None]) -> Engine:
-        settings, config = self.settings, self.settings.engine
-        model = load_model(
-            files,
-            settings.config.dtype,
-            device=_device(),
-            progress=progress,
-            max_model_len=config.max_model_len,
-            quantization=config.quantization,
-            kv_cache_dtype=config.kv_cache_dtype,
-        )
-        shape = model.kv_block_shape(config.block_size)
-        block_bytes = torch.Size(shape).numel() * model.kv_dtype.itemsize
-        num_blocks = config.num_kv_blocks
-        if num_blocks is None:
-            max_len = min(config.max_model_len or model.config.max_model_len, 1 << 20)
-            useful = config.max_num_seqs * -(-max_len // config.block_size)
-            memory = settings.kv_memory_bytes or default_kv_memory()
-            num_blocks = min(useful, memory // block_bytes)
-            if num_blocks * config.block_size < min(max_len, 256):
-                raise ModelError(
-                    f"{memory / 1e6:.0f} MB for the KV cache hold only {num_blocks} blocks of "
-                    f"{block_bytes / 1e6:.2f} MB; free memory, or set engine.max_model_len"
-                )
-        progress(f"KV cache: {num_blocks} blocks, {num_blocks * block_bytes / 1e6:.0f} MB")
-        engine = Engine(model, config, num_blocks)
+        engine, model = build_engine(files, self.settings, progress)
         self.compatibility = {
             **model.compatibility(),
-            **describe_cache(engine.kv_cache, config.block_size),
+            **describe_cache(engine.kv_cache, self.settings.engine.block_size),
         }
         return engine
 
@@ -299,10 +273,6 @@ class WorkerRuntime:
             rdma_fallbacks_total=self.carriers.num_fallbacks,
             seconds_since_progress=self.engine_loop.seconds_since_progress(),
         )
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def now() -> float:

@@ -61,6 +61,10 @@ class Decoder:
         """kv_cache: `[num_blocks, *kv_block_shape]`, contiguous, zeros or finite numbers."""
         self._backend = TorchPagedAttention(kv_cache, self.config.num_heads, self._kv_format)
 
+    def unbind(self) -> None:
+        """Forgets the KV cache; another may be bound."""
+        self._backend = None
+
     def compatibility(self) -> dict[str, str]:
         """What two workers must share so that one can read the other's KV blocks."""
         config = self.config

@@ -30,7 +30,8 @@ served_model_name: shown
 dtype: float32
 mode: colocated
 engine: {block_size: 8, max_model_len: 99, num_kv_blocks: 50, max_num_seqs: 3,
-         max_num_batched_tokens: 64, kv_cache_dtype: int8, quantization: int4, threads: 2}
+         max_num_batched_tokens: 64, kv_cache_dtype: int8, quantization: int4, threads: 2,
+         device: cpu, gpu_memory_utilization: 0.5, attention: torch, cuda_graphs: off}
 pools:
   prefill: {replicas: 2, tensor_parallel_size: 1, resources: {CPU: 0.5, custom: 1}, engine: {}}
   decode: {replicas: 3, engine: {max_num_seqs: 7}}
@@ -44,6 +45,9 @@ ray: {address: "auto"}
     assert config.engine_for("decode").max_num_seqs == 7
     assert config.engine_for("decode").block_size == 8
     assert config.engine_for("decode").kv_cache_dtype == "int8"
+    assert config.engine_for("decode").gpu_memory_utilization == 0.5
+    assert config.engine_for("decode").attention == "torch"
+    assert config.engine_for("decode").cuda_graphs == "off"
     assert config.engine_for("prefill").quantization == "int4"
     assert config.engine_for("prefill").max_num_seqs == 3
     assert config.kv_transfer.lease_seconds == 5.0

@@ -1,0 +1,152 @@
+"""From a worker's settings to its engine: which device, how many KV blocks."""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from core.config import EngineConfig
+from core.errors import ConfigError, ModelError
+from core.host import default_kv_memory
+from core.model_files import ModelFiles
+from core.worker_settings import WorkerSettings
+from engine.attention.base import StepBatch
+from engine.engine import Engine
+from engine.model.decoder import Decoder
+from engine.model.load import load_model
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_USEFUL = 1 << 20
+_FEWEST_TOKENS = 256  # a KV cache for less is an error, unless the model's context is shorter
+# What sampling keeps for each row beside the logits: weights, a sort with its indices, sums.
+_SAMPLER_COPIES = 8
+
+
+def build_engine(
+    files: ModelFiles, settings: WorkerSettings, progress: Callable[[str], None]
+) -> tuple[Engine, Decoder]:
+    """Loads the model and allocates its KV cache. Raises ConfigError and ModelError."""
+    config = settings.engine
+    device = choose_device(config)
+    model = load_model(
+        files,
+        settings.config.dtype,
+        device=device,
+        progress=progress,
+        max_model_len=config.max_model_len,
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
+    )
+    num_blocks = config.num_kv_blocks
+    if num_blocks is None:
+        if device == "cuda":
+            progress("measuring what a step takes")
+            memory = gpu_kv_memory(model, config)
+        else:
+            memory = settings.kv_memory_bytes or default_kv_memory()
+        num_blocks = blocks_in(memory, model, config)
+    megabytes = num_blocks * block_bytes(model, config) / 1e6
+    progress(f"KV cache: {num_blocks} blocks, {megabytes:.0f} MB on {device}")
+    return Engine(model, config, num_blocks, device), model
+
+
+def choose_device(config: EngineConfig) -> str:
+    """Ray shows a worker the GPUs that its pool's `resources` reserve, and no others. Raises
+    ConfigError where a GPU is asked for and none is to be seen."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "engine.device: cuda, but this worker sees no GPU; give its pool `resources: {GPU: 1}`"
+            " and install a build of torch with CUDA"
+        )
+    return "cuda"
+
+
+def block_bytes(model: Decoder, config: EngineConfig) -> int:
+    return math.prod(model.kv_block_shape(config.block_size)) * model.kv_dtype.itemsize
+
+
+def blocks_in(memory: int, model: Decoder, config: EngineConfig) -> int:
+    """How many KV blocks so many bytes hold, and no more than could ever be used. Raises
+    ModelError where that is too few for any work."""
+    max_len = min(config.max_model_len or model.config.max_model_len, _LONGEST_USEFUL)
+    useful = config.max_num_seqs * -(-max_len // config.block_size)
+    size = block_bytes(model, config)
+    num_blocks = max(0, min(useful, memory // size))
+    if num_blocks * config.block_size < min(max_len, _FEWEST_TOKENS):
+        raise ModelError(
+            f"{memory / 1e6:.0f} MB for the KV cache hold only {num_blocks} blocks of "
+            f"{size / 1e6:.2f} MB; free memory, or set engine.max_model_len"
+        )
+    return num_blocks
+
+
+# ------------------------------------------------------------------------- a GPU's memory
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Bytes, before the KV cache is made."""
+
+    total: int
+    free: int  # of the whole device, as its driver says
+    reserved: int  # by torch in this process, used or not
+    peak: int  # allocated by torch in this process at the height of the largest step
+
+    def kv_budget(self, utilization: float, set_aside: int) -> int:
+        """What is left for KV blocks; others on the same device and what CUDA itself takes count
+        as used. May be negative."""
+        outside = self.total - self.free - self.reserved
+        return int(self.total * utilization) - outside - self.peak - set_aside
+
+
+def gpu_kv_memory(model: Decoder, config: EngineConfig) -> int:
+    """Runs the largest step that the limits allow and measures what is left. Raises ModelError
+    where not even that fits."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        cache_bytes = run_largest_step(model, config, torch.device("cuda"))
+    except torch.cuda.OutOfMemoryError as error:
+        raise ModelError(
+            "the GPU's memory does not hold the model and one full step; lower "
+            "engine.max_num_batched_tokens or engine.max_num_seqs, or quantise"
+        ) from error
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - cache_bytes
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    memory = GpuMemory(total, free, torch.cuda.memory_reserved(), peak)
+    logits = config.max_num_seqs * model.config.vocab_size * 4
+    budget = memory.kv_budget(config.gpu_memory_utilization, _SAMPLER_COPIES * logits)
+    logger.info(
+        "GPU memory: %.1f GB, %.1f GB taken by model and largest step, %.1f GB for KV blocks",
+        total / 1e9, peak / 1e9, budget / 1e9,
+    )  # fmt: skip
+    return budget
+
+
+def run_largest_step(model: Decoder, config: EngineConfig, device: torch.device) -> int:
+    """One forward of `max_num_batched_tokens` prompt tokens over a KV cache of its own, which is
+    gone afterwards. Returns the bytes of that cache. The model is left without one."""
+    block_size, total = config.block_size, config.max_num_batched_tokens
+    longest = min(config.max_model_len or model.config.max_model_len, model.config.max_model_len)
+    lens = [min(longest, total - start) for start in range(0, total, longest)]
+    tables, num_blocks = [], 0
+    for length in lens:
+        count = -(-length // block_size)
+        tables.append(list(range(num_blocks, num_blocks + count)))
+        num_blocks += count
+    shape = (num_blocks, *model.kv_block_shape(block_size))
+    cache = torch.zeros(shape, dtype=model.kv_dtype, device=device)
+    model.bind(cache)
+    ids = torch.zeros(total, dtype=torch.int64, device=device)
+    positions = torch.cat([torch.arange(length, device=device) for length in lens])
+    rows = torch.arange(min(total, config.max_num_seqs), device=device)
+    model.forward(ids, positions, StepBatch(lens, lens, tables, 0), rows)
+    model.unbind()
+    return cache.nbytes
