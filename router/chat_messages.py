@@ -22,29 +22,29 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def _refuse(where: str, expected: str, got: Any) -> RequestError:
+def refusal(where: str, expected: str, got: Any) -> RequestError:
     shown = "null" if got is None else repr(got)[:60]
     return RequestError(f"{where}: expected {expected}, got {shown}", param=where)
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise _refuse(where, "an object", message)
+        raise refusal(where, "an object", message)
     role = message.get("role")
     if role not in _ROLES:
-        raise _refuse(f"{where}.role", f"one of {', '.join(_ROLES)}", role)
+        raise refusal(f"{where}.role", f"one of {', '.join(_ROLES)}", role)
     for key in _UNSUPPORTED:
         if message.get(key):
             raise RequestError(f"{where}.{key}: not supported", param=f"{where}.{key}")
     content = message.get("content")
     if content is None and role != "assistant":
-        raise _refuse(f"{where}.content", "a string or a list of text parts", None)
-    normal: dict[str, Any] = {"role": role, "content": _content(content, f"{where}.content")}
+        raise refusal(f"{where}.content", "a string or a list of text parts", None)
+    normal: dict[str, Any] = {"role": role, "content": content_text(content, f"{where}.content")}
     for key in _KEPT_STRINGS:
         value = message.get(key)
         if value is not None:
             if not isinstance(value, str):
-                raise _refuse(f"{where}.{key}", "a string", value)
+                raise refusal(f"{where}.{key}", "a string", value)
             normal[key] = value
     calls = message.get("tool_calls")
     if calls:
@@ -54,54 +54,56 @@ def _message(message: Any, where: str) -> dict[str, Any]:
                 param=f"{where}.tool_calls",
             )
         if not isinstance(calls, list):
-            raise _refuse(f"{where}.tool_calls", "a list", calls)
+            raise refusal(f"{where}.tool_calls", "a list", calls)
         normal["tool_calls"] = [
-            _tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
+            tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
         ]
     return normal
 
 
-def _content(content: Any, where: str) -> str:
+def content_text(content: Any, where: str) -> str:
+    """The text of a message's content. `where` is its path, for RequestError."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _refuse(where, "a string or a list of text parts", content)
+        raise refusal(where, "a string or a list of text parts", content)
     texts = []
     for i, part in enumerate(content):
         at = f"{where}[{i}]"
         if not isinstance(part, dict):
-            raise _refuse(at, "an object", part)
+            raise refusal(at, "an object", part)
         kind = part.get("type")
         if not isinstance(kind, str) or kind not in _TEXT_PARTS:
-            raise _refuse(f"{at}.type", "a text part (this model reads text alone)", kind)
+            raise refusal(f"{at}.type", "a text part (this model reads text alone)", kind)
         text = part.get(_TEXT_PARTS[kind])
         if not isinstance(text, str):
-            raise _refuse(f"{at}.{_TEXT_PARTS[kind]}", "a string", text)
+            raise refusal(f"{at}.{_TEXT_PARTS[kind]}", "a string", text)
         texts.append(text)
     return "\n".join(texts)
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
+def tool_call(call: Any, where: str) -> dict[str, Any]:
+    """One call as templates expect it. `where` is its path, for RequestError."""
     if not isinstance(call, dict):
-        raise _refuse(where, "an object", call)
+        raise refusal(where, "an object", call)
     if call.get("type", "function") != "function":
-        raise _refuse(f"{where}.type", "function", call["type"])
+        raise refusal(f"{where}.type", "function", call["type"])
     function = call.get("function")
     if not isinstance(function, dict):
-        raise _refuse(f"{where}.function", "an object", function)
+        raise refusal(f"{where}.function", "an object", function)
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise _refuse(f"{where}.function.name", "a name", name)
+        raise refusal(f"{where}.function.name", "a name", name)
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            raise _refuse(f"{where}.function.arguments", "JSON of an object", arguments) from None
+            raise refusal(f"{where}.function.arguments", "JSON of an object", arguments) from None
     if not isinstance(arguments, dict):
-        raise _refuse(f"{where}.function.arguments", "JSON of an object", arguments)
+        raise refusal(f"{where}.function.arguments", "JSON of an object", arguments)
     normal: dict[str, Any] = {
         "type": "function",
         "function": {"name": name, "arguments": arguments},

@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from core.errors import PdserveError
 from core.types import TokenLogprobs
 from router.chat_output import ChatReader, MessageDelta
+from router.errors import error_event
 from router.generation import Delta, TextRequest, Usage
 from router.openai_protocol import ChatBody, CompletionBody
 from router.tokenizer import Tokenizer
@@ -219,15 +221,19 @@ class Formatter:
         return body, _finish_reason(finish_reason, reader)
 
     def last_chunk(self, usage: Usage, timings: dict[str, Any] | None) -> bytes:
-        """What comes after the choices, as far as it was asked for."""
+        """What comes after the choices, as far as it was asked for, and the end."""
         if not self._include_usage and timings is None:
-            return b""
+            return DONE
         body = {**self._chunk_body, "choices": []}
         if self._include_usage:
             body["usage"] = usage_body(usage)
         if timings is not None:
             body["timings"] = timings
-        return b"data: " + json.dumps(body).encode() + b"\n\n"
+        return b"data: " + json.dumps(body).encode() + b"\n\n" + DONE
+
+    def failure(self, error: PdserveError) -> bytes:
+        """Ends a stream that cannot go on. No `[DONE]` follows."""
+        return error_event(error)
 
     def whole(
         self,

@@ -21,6 +21,7 @@ for nothing), or as unrecognized. vLLM's well-known extras go by their names.
 | logit_bias | token id -> -100 .. 100, up to 1024 | |
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -40,8 +41,9 @@ Unit = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Short = Annotated[str, Field(max_length=512)]
 
+Neutral = Mapping[str, tuple[Any, ...]]
 # Parameters of OpenAI and vLLM that are not implemented: the values that ask for nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL: Neutral = {
     "audio": (),
     "best_of": (1,),
     "echo": (False,),  # of chats
@@ -243,14 +245,20 @@ def parse_body(kind: type[B], data: dict[str, Any]) -> B:
         raise _as_request_error(error) from None
 
 
-def _parse(kind: type[GenerationBody], data: dict[str, Any]) -> GenerationBody:
+def parse_known(kind: type[B], data: dict[str, Any], neutral: Neutral) -> B:
+    """As `parse_body`. `neutral` has the fields that are known and not implemented, with the
+    values that ask for nothing. Raises RequestError that names the field."""
     known = {}
     for name, value in data.items():
-        if name in kind.model_fields or name not in _NEUTRAL:
+        if name in kind.model_fields or name not in neutral:
             known[name] = value
-        elif value is not None and not _asks_for_nothing(name, value):
+        elif value is not None and not _asks_for_nothing(value, neutral[name]):
             raise RequestError(f"{name} is not supported", param=name, code="unsupported_parameter")
-    body = parse_body(kind, known)
+    return parse_body(kind, known)
+
+
+def _parse(kind: type[GenerationBody], data: dict[str, Any]) -> GenerationBody:
+    body = parse_known(kind, data, _NEUTRAL)
     _check_stop(body)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
@@ -259,9 +267,9 @@ def _parse(kind: type[GenerationBody], data: dict[str, Any]) -> GenerationBody:
     return body
 
 
-def _asks_for_nothing(name: str, value: Any) -> bool:
+def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
     # `True == 1` in Python, but not in JSON.
-    return any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL[name])
+    return any(type(value) is type(nothing) and value == nothing for nothing in neutral)
 
 
 def _check_stop(body: GenerationBody) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from core.errors import PdserveError
 from router.errors import as_pdserve_error, error_event, error_response
 
 # A client that takes nothing for so long is gone: it holds KV blocks on a worker.
@@ -64,9 +65,12 @@ def whole(body: Callable[[], Awaitable[dict[str, Any]]]) -> Work:
     return work
 
 
-def event_stream(make_events: Callable[[], AsyncGenerator[bytes, None]]) -> Work:
-    """Server-sent events. A failure after the first is an event of its own, and then the stream
-    closes without `[DONE]`."""
+def event_stream(
+    make_events: Callable[[], AsyncGenerator[bytes, None]],
+    failure: Callable[[PdserveError], bytes] = error_event,
+) -> Work:
+    """Server-sent events. A failure after the first is an event of its own, which `failure`
+    makes, and then the stream closes without `[DONE]`."""
 
     async def work(scope: Scope, receive: Receive, send: Send) -> str:
         has_started = False
@@ -92,7 +96,7 @@ def event_stream(make_events: Callable[[], AsyncGenerator[bytes, None]]) -> Work
             if not has_started:
                 await error_response(known)(scope, receive, send)
                 return outcome
-            await write(error_event(known))
+            await write(failure(known))
         await write(b"", more=False)
         return outcome
 
