@@ -65,7 +65,8 @@ class Model(Protocol):
     def kv_dtype(self) -> torch.dtype: ...
 
     def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
-        """(num_layers, 2, num_kv_heads, block_size, head_dim)"""
+        """(num_layers, 2, num_kv_heads, block_size, row), or (num_layers, 1, 1, block_size, row)
+        for latent attention: see `engine.attention.base`."""
 
     def bind(self, kv_cache: torch.Tensor) -> None:
         """`kv_cache`: [num_blocks, *kv_block_shape]. The engine keeps it alive and in place."""

@@ -2,7 +2,8 @@
 
 The cache is one tensor with the block first, so that one block is one contiguous piece that a
 transport can move: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, 2 being
-key and value.
+key and value. Latent attention has one row a token that is both, the latent and then the key that
+all heads share: `[num_blocks, num_layers, 1, 1, block_size, latent_dim + rope_head_dim]`.
 """
 
 from abc import ABC, abstractmethod
@@ -52,6 +53,6 @@ class AttentionBackend(ABC):
         layer: AttentionLayer,
         query: torch.Tensor,  # [T, num_heads, head_dim]
         key: torch.Tensor,  # [T, num_kv_heads, head_dim], rope applied
-        value: torch.Tensor,  # [T, num_kv_heads, head_dim]
-    ) -> torch.Tensor:  # [T, num_heads, head_dim]
+        value: torch.Tensor,  # [T, num_kv_heads, head_dim]; latent: the first part of `key`
+    ) -> torch.Tensor:  # [T, num_heads, head_dim of value]
         ...

@@ -59,3 +59,36 @@ class KVFormat:
         if dtype == torch.int8:
             return (values * scales).to(self.compute_dtype)
         return (values.float() * scales).to(self.compute_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentFormat:
+    """A row of latent attention: the latent, then the key that all heads share, each stored as
+    `part` says. Quantised ones have a scale each: one is normed, the other is not."""
+
+    part: KVFormat
+    latent_dim: int
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.part.compute_dtype
+
+    def row_size(self, head_dim: int) -> int:
+        sizes = (self.latent_dim, head_dim - self.latent_dim)
+        return sum(self.part.row_size(size) for size in sizes)
+
+    def head_dim(self, row_size: int) -> int:
+        latent_row = self.part.row_size(self.latent_dim)
+        return self.latent_dim + self.part.head_dim(row_size - latent_row)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., head_dim]` -> `[..., row_size]`"""
+        parts = (x[..., : self.latent_dim], x[..., self.latent_dim :])
+        return torch.cat([self.part.encode(part) for part in parts], dim=-1)
+
+    def decode(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[..., row_size]` -> `[..., head_dim]`"""
+        if self.part.storage_dtype == self.part.compute_dtype:
+            return rows
+        at = self.part.row_size(self.latent_dim)
+        return torch.cat([self.part.decode(part) for part in (rows[..., :at], rows[..., at:])], -1)

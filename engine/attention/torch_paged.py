@@ -9,6 +9,8 @@ Rows of a quantised cache are encoded when written and decoded when gathered (`k
 prompt chunk has at hand is rounded alike, so that a prefix hit and a miss give the same answer.
 
 Query heads that share a KV head are folded into query rows, so that KV is never expanded.
+
+Latent attention is one KV head whose values are the first numbers of its keys, stored once.
 """
 
 import math
@@ -19,7 +21,7 @@ import torch.nn.functional as F
 
 from engine import native
 from engine.attention.base import AttentionBackend, AttentionLayer, StepBatch
-from engine.attention.kv_format import KVFormat
+from engine.attention.kv_format import KVFormat, LatentFormat
 
 # Rows of queries that a prefill attends with at once. Keys after the last row are left out, so
 # smaller saves arithmetic, larger saves calls; 64 to 256 measured within 15 percent.
@@ -55,16 +57,23 @@ class TorchPagedAttention(AttentionBackend):
     finite numbers also where nothing was written yet: padded keys are masked after being read."""
 
     def __init__(
-        self, kv_cache: torch.Tensor, num_heads: int, kv_format: KVFormat | None = None
+        self,
+        kv_cache: torch.Tensor,
+        num_heads: int,
+        kv_format: KVFormat | LatentFormat | None = None,
     ) -> None:
-        _, num_layers, _, num_kv_heads, block_size, row = kv_cache.shape
+        _, num_layers, num_parts, num_kv_heads, block_size, row = kv_cache.shape
         self._format = kv_format or KVFormat("auto", kv_cache.dtype)
         self._num_kv_heads = num_kv_heads
         self._group = num_heads // num_kv_heads
         self._block_size = block_size
-        self._head_dim = self._format.head_dim(row)
+        self._head_dim = self._value_dim = self._format.head_dim(row)
+        self._has_values = True
+        if isinstance(self._format, LatentFormat):
+            self._value_dim = self._format.latent_dim
+            self._has_values = False  # they are a part of the keys
         self._row = row
-        self._pieces_per_layer = 2 * num_kv_heads
+        self._pieces_per_layer = num_parts * num_kv_heads
         self._pieces_per_block = num_layers * self._pieces_per_layer
         self._slots = kv_cache.view(-1, row)
         self._pieces = kv_cache.view(-1, block_size * row)
@@ -73,11 +82,11 @@ class TorchPagedAttention(AttentionBackend):
         self._cache = kv_cache
         # A cache that is not what the model computes in has queries of another type.
         is_plain = self._format.compute_dtype == kv_cache.dtype
-        self._has_native = is_plain and native.can_attend(kv_cache, num_heads)
+        self._has_native = is_plain and self._has_values and native.can_attend(kv_cache, num_heads)
         self._device = kv_cache.device
         self._dtype = self._format.compute_dtype
-        head = torch.arange(num_kv_heads, device=self._device)
-        self._piece_of_head = torch.stack((head, head + num_kv_heads))  # [2, num_kv_heads]
+        heads = torch.arange(self._pieces_per_layer, device=self._device)
+        self._piece_of_head = heads.view(num_parts, num_kv_heads)
         rows = torch.full((_QUERY_ROWS, _QUERY_ROWS), -math.inf, device=self._device)
         self._future = rows.triu(1).to(self._dtype)
 
@@ -113,37 +122,45 @@ class TorchPagedAttention(AttentionBackend):
         value: torch.Tensor,
     ) -> torch.Tensor:
         slots = self._slots[layer.index * self._pieces_per_layer * self._block_size :]
-        keys, values = self._format.encode(key), self._format.encode(value)
+        keys = self._format.encode(key)
         slots.index_copy_(0, self._key_slots, keys.reshape(-1, self._row))
-        slots.index_copy_(0, self._value_slots, values.reshape(-1, self._row))
+        if self._has_values:
+            values = self._format.encode(value)
+            slots.index_copy_(0, self._value_slots, values.reshape(-1, self._row))
         num_decodes = self._batch.num_decodes
         if num_decodes == query.shape[0]:
             return self._decode(layer, query)
-        key, value = self._format.decode(keys), self._format.decode(values)
-        out = torch.empty_like(query)
+        key = self._format.decode(keys)
+        value = self._format.decode(values) if self._has_values else key[..., : self._value_dim]
+        out = query.new_empty(*query.shape[:2], self._value_dim)
         if num_decodes:
             out[:num_decodes] = self._decode(layer, query[:num_decodes])
         for chunk in self._chunks:
             self._prefill(layer, chunk, query, key, value, out)
         return out
 
-    def _gather(self, layer: AttentionLayer, pieces: torch.Tensor) -> torch.Tensor:
-        """`[num_pieces * block_size, head_dim]` of this layer; valid until the next call."""
+    def _gather(
+        self, layer: AttentionLayer, pieces: torch.Tensor, size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of this layer, `[size, tokens, head_dim]` each, `size` sequences times
+        KV heads; valid until the next call."""
         if len(pieces) > len(self._scratch):
             self._scratch = self._pieces.new_empty(len(pieces), self._pieces.shape[1])
         out = self._scratch[: len(pieces)]
         source = self._pieces[layer.index * self._pieces_per_layer :]
         torch.index_select(source, 0, pieces, out=out)
-        return self._format.decode(out.view(-1, self._row))
+        decoded = self._format.decode(out.view(-1, self._row))
+        keys, *values = decoded.view(len(self._piece_of_head), size, -1, self._head_dim)
+        return keys, values[0] if values else keys[..., : self._value_dim]
 
     def _piece_index(self, tables: list[list[int]]) -> torch.Tensor:
-        """Flat index of layer 0's pieces, in the order [2, sequences, heads, blocks]. Short
-        tables are padded with block 0."""
+        """Flat index of layer 0's pieces, in the order [parts, sequences, heads, blocks];
+        parts are key and value. Short tables are padded with block 0."""
         longest = max(len(table) for table in tables)
         padded = [table + [0] * (longest - len(table)) for table in tables]
         blocks = torch.tensor(padded, dtype=torch.int64, device=self._device)
         blocks = blocks.mul_(self._pieces_per_block).view(1, len(tables), 1, longest)
-        return (blocks + self._piece_of_head.view(2, 1, -1, 1)).flatten()
+        return (blocks + self._piece_of_head.view(-1, 1, self._num_kv_heads, 1)).flatten()
 
     # ------------------------------------------------------------ decode
 
@@ -162,7 +179,7 @@ class TorchPagedAttention(AttentionBackend):
             groups = self._decode_plans[window] = self._plan_decode(window)
         if len(groups) == 1:
             return self._decode_group(layer, groups[0], query)
-        out = torch.empty_like(query)
+        out = query.new_empty(*query.shape[:2], self._value_dim)
         for group in groups:
             out[group.rows] = self._decode_group(layer, group, query[group.rows])
         return out
@@ -223,21 +240,20 @@ class TorchPagedAttention(AttentionBackend):
     def _decode_group(
         self, layer: AttentionLayer, group: _DecodeGroup, query: torch.Tensor
     ) -> torch.Tensor:
-        shape = (2, group.size * self._num_kv_heads, -1, self._head_dim)
-        keys, values = self._gather(layer, group.pieces).view(shape)
+        keys, values = self._gather(layer, group.pieces, group.size * self._num_kv_heads)
         if layer.logit_softcap is None and group.size * group.num_keys <= _FUSED_DECODE_KEYS:
-            heads = (group.size, self._num_kv_heads, -1, self._head_dim)
+            heads = (group.size, self._num_kv_heads)
             out = F.scaled_dot_product_attention(
-                query.reshape(heads),
-                keys.unflatten(0, heads[:2]),
-                values.unflatten(0, heads[:2]),
+                query.reshape(*heads, -1, self._head_dim),
+                keys.unflatten(0, heads),
+                values.unflatten(0, heads),
                 attn_mask=group.mask,
                 scale=layer.scale,
             )
-            return out.reshape(query.shape)
+            return out.reshape(*query.shape[:2], -1)
         folded = query.reshape(-1, self._group, self._head_dim)
         scores = _scores(layer, folded, keys, group.folded_mask)
-        return torch.bmm(torch.softmax(scores, -1), values).view(query.shape)
+        return torch.bmm(torch.softmax(scores, -1), values).view(*query.shape[:2], -1)
 
     # ------------------------------------------------------------ prefill
 
@@ -255,9 +271,10 @@ class TorchPagedAttention(AttentionBackend):
         if chunk.pieces is None:
             keys, values = key[rows].transpose(0, 1), value[rows].transpose(0, 1)
         else:
-            shape = (2, kv_heads, -1, self._head_dim)
             length = chunk.prefix + chunk.end - chunk.start
-            keys, values = self._gather(layer, chunk.pieces).view(shape)[:, :, :length]
+            keys, values = (
+                part[:, :length] for part in self._gather(layer, chunk.pieces, kv_heads)
+            )
         # [num_kv_heads, group, chunk, head_dim]
         queries = query[rows].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
         outs = out[rows].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
@@ -278,7 +295,7 @@ class TorchPagedAttention(AttentionBackend):
                 gone = torch.ones(end - start, seen - first, dtype=torch.bool, device=self._device)
                 by_row.masked_fill_(gone.tril(oldest - first - 1), -math.inf)
             attended = torch.bmm(torch.softmax(scores, -1), values[:, first:seen])
-            outs[:, :, start:end] = attended.view(block.shape)
+            outs[:, :, start:end] = attended.view(*block.shape[:3], -1)
 
 
 def _scores(

@@ -35,3 +35,39 @@ class MultiHeadAttention:
         query_key = rotate(query_key)
         query, key = query_key[:, : self.num_heads], query_key[:, self.num_heads :]
         return attend(query, key, value).flatten(1)
+
+
+@dataclass(slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), absorbed: the matrices that
+    would read keys and values of a head out of the latent are applied to its query and to its
+    output instead. What is cached is one row a token, the latent and then the key with rope that
+    all heads share; to a backend it looks like one KV head whose value is the latent."""
+
+    projections: ClassVar[tuple[str, ...]] = ("q_a", "q_b", "kv_a", "o")
+
+    q_a: Projection | None  # to the queries' own latent
+    q_a_norm: Norm | None
+    q_b: Projection  # a head's rows: without rope, then with
+    kv_a: Projection  # the latent's rows, then those of the shared key
+    kv_a_norm: Norm
+    kv_b: torch.Tensor  # [num_heads, nope_head_dim + v_head_dim, kv_lora_rank]
+    o: Projection
+    nope_head_dim: int
+
+    def __call__(self, x: torch.Tensor, rotate: Rotate, attend: Attend) -> torch.Tensor:
+        num_heads, _, rank = self.kv_b.shape
+        low = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
+        queries = self.q_b(low).view(x.shape[0], num_heads, -1)
+        compressed = self.kv_a(x)
+        latent = self.kv_a_norm(compressed[:, :rank].contiguous())
+        nope, rope = queries.split((self.nope_head_dim, queries.shape[-1] - self.nope_head_dim), -1)
+        rotated = rotate(torch.cat((rope, compressed[:, rank:].unsqueeze(1)), dim=1))
+        absorbed = torch.bmm(nope.transpose(0, 1), self.kv_b[:, : self.nope_head_dim])
+        query = torch.cat((absorbed.transpose(0, 1), rotated[:, :num_heads]), dim=-1)
+        key = torch.cat((latent.unsqueeze(1), rotated[:, num_heads:]), dim=-1)
+        attended = attend(query, key, key[..., :rank])  # [T, num_heads, rank]
+        values = torch.bmm(
+            attended.transpose(0, 1), self.kv_b[:, self.nope_head_dim :].transpose(1, 2)
+        )
+        return values.transpose(0, 1).flatten(1)

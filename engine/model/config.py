@@ -6,11 +6,13 @@ authors meant.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from core.errors import ModelError
 from engine.model.families import FAMILIES, Family
+
+Scoring = Literal["softmax", "sigmoid"]
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Wrappers whose text model is one of the families.
@@ -26,6 +28,19 @@ class RopeConfig:
     rotary_dim: int  # the first so many dimensions of a head are rotated
     max_position_embeddings: int
     settings: Mapping[str, Any] = field(default_factory=dict)
+    is_interleaved: bool = False  # pairs are neighbours, not half a head apart
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values of all heads
+    are read out of one latent a token."""
+
+    q_lora_rank: int | None  # None: queries come straight from the hidden state
+    kv_lora_rank: int
+    nope_head_dim: int  # of a query head: its part without rope
+    rope_head_dim: int  # and its part with; one key of this size is shared by all heads
+    v_head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +49,13 @@ class MoeConfig:
     num_experts_per_tok: int
     intermediate_size: int
     norm_topk_prob: bool
+    scoring: Scoring = "softmax"
+    # Experts in equal groups; a token's experts come from its `num_active_groups` best ones.
+    num_groups: int = 1
+    num_active_groups: int = 1
+    has_correction_bias: bool = False  # added to scores for the choice, not for the weights
+    scaling_factor: float = 1.0
+    shared_intermediate_size: int = 0  # of an expert that every token goes through
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +76,7 @@ class ModelConfig:
     intermediate_size: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of a cached row; with latent attention the latent and the shared key
     norm_eps: float
     max_model_len: int
     activation: str
@@ -67,8 +89,11 @@ class ModelConfig:
     final_softcap: float | None
     rope: RopeConfig
     local_rope: RopeConfig | None
+    latent: LatentConfig | None
     moe: MoeConfig | None
     layers: tuple[LayerConfig, ...]
+    # Layers behind the last one that a checkpoint may have for guessing tokens; not loaded.
+    num_mtp_layers: int
 
     @property
     def num_layers(self) -> int:
@@ -114,16 +139,20 @@ def parse_config(raw: Mapping[str, Any], max_model_len: int | None = None) -> Mo
     values = _Values(raw, family, model_type)
 
     num_heads = values.need("num_attention_heads")
-    num_kv_heads = values.get("num_key_value_heads", num_heads)
+    latent = _latent(values) if family.latent_attention else None
+    num_kv_heads = values.get("num_key_value_heads", num_heads) if latent is None else 1
     if num_heads % num_kv_heads:
         raise ModelError(f"{num_heads} attention heads cannot share {num_kv_heads} KV heads")
-    head_dim = values.get("head_dim") or values.need("hidden_size") // num_heads
+    if latent is None:
+        head_dim = values.get("head_dim") or values.need("hidden_size") // num_heads
+    else:
+        head_dim = latent.kv_lora_rank + latent.rope_head_dim
     activation = values.get("hidden_activation") or values.get("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         raise ModelError(f"unknown activation {activation!r}")
     attention_bias = bool(values.get("attention_bias", False))
-    rope, local_rope = _ropes(raw, values, family, head_dim)
-    scale = values.get("query_pre_attn_scalar") or head_dim
+    rotated_dim = head_dim if latent is None else latent.rope_head_dim
+    rope, local_rope = _ropes(raw, values, family, rotated_dim)
     return ModelConfig(
         model_type=model_type,
         family=family,
@@ -140,24 +169,94 @@ def parse_config(raw: Mapping[str, Any], max_model_len: int | None = None) -> Mo
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.qkv_bias is None else False,
         mlp_bias=bool(values.get("mlp_bias", False)),
-        attention_scale=1 / math.sqrt(scale),
+        attention_scale=_attention_scale(values, head_dim, latent, rope),
         attention_softcap=values.get("attn_logit_softcapping"),
         final_softcap=values.get("final_logit_softcapping"),
         rope=rope,
         local_rope=local_rope,
+        latent=latent,
         moe=_moe(values, family),
         layers=_layers(values, family),
+        num_mtp_layers=values.get("num_nextn_predict_layers", 0),
     )
+
+
+def _latent(values: _Values) -> LatentConfig:
+    return LatentConfig(
+        q_lora_rank=values.get("q_lora_rank"),
+        kv_lora_rank=values.need("kv_lora_rank"),
+        nope_head_dim=values.need("qk_nope_head_dim"),
+        rope_head_dim=values.need("qk_rope_head_dim"),
+        v_head_dim=values.need("v_head_dim"),
+    )
+
+
+def _attention_scale(
+    values: _Values, head_dim: int, latent: LatentConfig | None, rope: RopeConfig
+) -> float:
+    if latent is None:
+        return 1 / math.sqrt(values.get("query_pre_attn_scalar") or head_dim)
+    scale = 1 / math.sqrt(latent.nope_head_dim + latent.rope_head_dim)
+    all_dim = rope.settings.get("mscale_all_dim")
+    if rope.rope_type == "yarn" and all_dim:
+        # The part of a head without rope is stretched too, so it is the scores that are.
+        scale *= yarn_mscale(rope.settings.get("factor", 1.0), all_dim) ** 2
+    return scale
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _moe(values: _Values, family: Family) -> MoeConfig | None:
     if family.experts is None:
         return None
-    return MoeConfig(
-        num_experts=values.get("num_experts") or values.need("num_local_experts"),
+    num_experts = values.get("num_experts") or values.get("n_routed_experts")
+    size = values.get("moe_intermediate_size") or values.need("intermediate_size")
+    moe = MoeConfig(
+        num_experts=num_experts or values.need("num_local_experts"),
         num_experts_per_tok=values.need("num_experts_per_tok"),
-        intermediate_size=values.get("moe_intermediate_size") or values.need("intermediate_size"),
+        intermediate_size=size,
         norm_topk_prob=bool(values.need("norm_topk_prob")),
+    )
+    return moe if not family.grouped_experts else _grouped(values, moe)
+
+
+# How DeepSeek's configs call a way to choose experts -> how their scores are made.
+_TOPK_METHODS: Mapping[str, Scoring] = {
+    "greedy": "softmax",
+    "group_limited_greedy": "softmax",
+    "noaux_tc": "sigmoid",
+}
+
+
+def _grouped(values: _Values, moe: MoeConfig) -> MoeConfig:
+    method, scoring = values.need("topk_method"), values.need("scoring_func")
+    if method not in _TOPK_METHODS:
+        known = ", ".join(_TOPK_METHODS)
+        raise ModelError(f"unknown topk_method {method!r}; known are {known}")
+    if scoring != _TOPK_METHODS[method]:
+        raise ModelError(f"topk_method {method!r} with scoring_func {scoring!r} is not known")
+    if scoring == "softmax" and moe.norm_topk_prob:
+        # Some multiply these by routed_scaling_factor and some do not; nobody has published one.
+        raise ModelError(f"norm_topk_prob with topk_method {method!r} is not known")
+    groups, active = 1, 1
+    if method != "greedy":
+        groups, active = values.need("n_group"), values.need("topk_group")
+    of_groups = moe.num_experts // groups * active
+    if moe.num_experts % groups or active > groups or of_groups < moe.num_experts_per_tok:
+        raise ModelError(
+            f"{moe.num_experts_per_tok} of {moe.num_experts} experts cannot come from {active} "
+            f"of {groups} groups"
+        )
+    return replace(
+        moe,
+        scoring=scoring,
+        num_groups=groups,
+        num_active_groups=active,
+        has_correction_bias=method == "noaux_tc",
+        scaling_factor=float(values.need("routed_scaling_factor")),
+        shared_intermediate_size=moe.intermediate_size * (values.get("n_shared_experts") or 0),
     )
 
 
@@ -174,7 +273,9 @@ def _layers(values: _Values, family: Family) -> tuple[LayerConfig, ...]:
     if len(types) != num_layers:
         raise ModelError(f"layer_types has {len(types)} entries for {num_layers} layers")
     dense = set(values.get("mlp_only_layers", ()))
+    dense |= set(range(values.get("first_k_dense_replace", 0)))
     step = values.get("decoder_sparse_step", 1)
+    every = values.get("moe_layer_freq", 1)
     layers = []
     for i, layer_type in enumerate(types):
         sliding = family.windows == "all" or (
@@ -184,7 +285,10 @@ def _layers(values: _Values, family: Family) -> tuple[LayerConfig, ...]:
             LayerConfig(
                 sliding_window=window if sliding else None,
                 has_local_rope=family.local_rope and sliding,
-                has_experts=family.experts is not None and i not in dense and (i + 1) % step == 0,
+                has_experts=family.experts is not None
+                and i not in dense
+                and (i + 1) % step == 0
+                and i % every == 0,
             )
         )
     return tuple(layers)
@@ -245,6 +349,7 @@ def _rope(
         rotary_dim=int(head_dim * partial),
         max_position_embeddings=values.need("max_position_embeddings"),
         settings={key: value for key, value in settings.items() if value is not None},
+        is_interleaved=family.latent_attention and bool(values.get("rope_interleave", True)),
     )
 
 

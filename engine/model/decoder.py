@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention.base import AttentionBackend, AttentionLayer, StepBatch
-from engine.attention.kv_format import KVFormat
+from engine.attention.kv_format import KVFormat, LatentFormat
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.model.config import ModelConfig
 from engine.model.layers import Layer, Weights
@@ -34,6 +34,9 @@ class Decoder:
         self.dtype = dtype
         self.kv_dtype = kv_format.storage_dtype
         self._kv_format = kv_format
+        self._row_format: KVFormat | LatentFormat = kv_format
+        if config.latent is not None:
+            self._row_format = LatentFormat(kv_format, config.latent.kv_lora_rank)
         self._quantization = quantization
         self._weights = weights
         self._fingerprint = fingerprint
@@ -52,14 +55,16 @@ class Decoder:
         )
 
     def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
-        """Of one block: (layers, key and value, heads, tokens, elements of a token's row)."""
+        """Of one block: (layers, key and value, heads, tokens, elements of a token's row). Latent
+        attention has one row for both, and for all heads."""
         config = self.config
-        row = self._kv_format.row_size(config.head_dim)
-        return (config.num_layers, 2, config.num_kv_heads, block_size, row)
+        row = self._row_format.row_size(config.head_dim)
+        num_parts = 2 if config.latent is None else 1
+        return (config.num_layers, num_parts, config.num_kv_heads, block_size, row)
 
     def bind(self, kv_cache: torch.Tensor) -> None:
         """kv_cache: `[num_blocks, *kv_block_shape]`, contiguous, zeros or finite numbers."""
-        self._backend = TorchPagedAttention(kv_cache, self.config.num_heads, self._kv_format)
+        self._backend = TorchPagedAttention(kv_cache, self.config.num_heads, self._row_format)
 
     def unbind(self) -> None:
         """Forgets the KV cache; another may be bound."""
@@ -73,12 +78,14 @@ class Decoder:
             if rope is not None:
                 frequencies, factor = inverse_frequencies(rope, config.max_model_len)
                 digest.update(frequencies.numpy().tobytes() + repr(factor).encode())
+        latent = config.latent
         return {
             "model": self._fingerprint,
             "dtype": str(self.dtype).removeprefix("torch."),
             "quantization": self._quantization,
             "kv_dtype": str(self.kv_dtype).removeprefix("torch."),
             "kv_format": self._kv_format.name,
+            "kv_row": "key and value" if latent is None else f"latent {latent.kv_lora_rank}",
             "num_layers": str(config.num_layers),
             "num_kv_heads": str(config.num_kv_heads),
             "head_dim": str(config.head_dim),

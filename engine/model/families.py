@@ -19,6 +19,7 @@ class ExpertNames:
     gate: str
     up: str
     down: str
+    shared: str | None = None  # prefix of the expert that every token goes through
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,9 @@ class Family:
     post_norms: bool = False  # norms after attention and MLP too
     scaled_embeddings: bool = False  # embeddings times sqrt(hidden_size)
     experts: ExpertNames | None = None
+    # DeepSeek's: experts chosen by groups, routed in float32, one shared by all tokens.
+    grouped_experts: bool = False
+    latent_attention: bool = False  # keys and values of all heads in one latent a token
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -50,6 +54,17 @@ _GEMMA_DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "sliding_window": 4096,
     "tie_word_embeddings": True,
+}
+_DEEPSEEK_EXPERTS = ExpertNames(
+    "mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj", "mlp.shared_experts"
+)
+_DEEPSEEK_DEFAULTS = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "v_head_dim": 128,
 }
 _QWEN_DEFAULTS = {"rms_norm_eps": 1e-6, "max_window_layers": 28, "sliding_window": 4096}
 
@@ -113,5 +128,40 @@ FAMILIES: Mapping[str, Family] = {
         windows="all",
         experts=ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
         defaults={**_QWEN_DEFAULTS, "norm_topk_prob": False, "num_experts_per_tok": 8},
+    ),
+    "deepseek_v2": Family(
+        latent_attention=True,
+        grouped_experts=True,
+        experts=_DEEPSEEK_EXPERTS,
+        defaults={
+            **_DEEPSEEK_DEFAULTS,
+            "first_k_dense_replace": 0,
+            "moe_intermediate_size": 1407,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "scoring_func": "softmax",
+            "topk_method": "greedy",
+        },
+    ),
+    "deepseek_v3": Family(
+        latent_attention=True,
+        grouped_experts=True,
+        experts=_DEEPSEEK_EXPERTS,
+        defaults={
+            **_DEEPSEEK_DEFAULTS,
+            "first_k_dense_replace": 3,
+            "moe_intermediate_size": 2048,
+            "n_group": 8,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "sigmoid",
+            "topk_group": 4,
+            "topk_method": "noaux_tc",
+        },
     ),
 }

@@ -1,5 +1,6 @@
 """The pieces of a decoder layer, as plain dataclasses of tensors. Inference only."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from engine import native
+from engine.model.config import Scoring
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -104,27 +106,68 @@ class Mlp:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(self.activation(gate).mul_(up))
 
+    def mlps(self) -> "list[Mlp]":
+        return [self]
+
+
+@dataclass(slots=True)
+class Router:
+    """Chooses each token's experts: x `[T, hidden]` -> weights float32 and experts, `[T, k]`.
+
+    With groups (DeepSeek-V3, arXiv:2412.19437) only experts of the best groups are chosen; a
+    correction bias moves the choice, never the weights."""
+
+    linear: Linear  # in float32 if its weight is
+    num_active: int
+    normalize: bool  # weights of the chosen experts sum to 1
+    scoring: Scoring = "softmax"
+    correction_bias: torch.Tensor | None = None  # float32 [experts]
+    num_groups: int = 1
+    num_active_groups: int = 1
+    scaling_factor: float = 1.0
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.linear(x.to(self.linear.weight.dtype))
+        if self.scoring == "softmax":
+            scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
+        else:
+            scores = torch.sigmoid(logits.float())
+        choice = scores if self.correction_bias is None else scores + self.correction_bias
+        if self.num_groups > 1:
+            choice = self._of_best_groups(choice)
+        chosen = torch.topk(choice, self.num_active, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if self.normalize:
+            weights /= weights.sum(dim=-1, keepdim=True)
+        return weights.mul_(self.scaling_factor), chosen
+
+    def _of_best_groups(self, choice: torch.Tensor) -> torch.Tensor:
+        """A group is as good as its best expert, or as its best two with a correction bias."""
+        groups = choice.unflatten(1, (self.num_groups, -1))  # [T, groups, experts of a group]
+        best = torch.topk(groups, 1 if self.correction_bias is None else 2, dim=-1).values
+        active = torch.topk(best.sum(-1), self.num_active_groups, dim=-1).indices
+        is_left_out = torch.ones(groups.shape[:2], dtype=torch.bool, device=choice.device)
+        is_left_out.scatter_(1, active, False)
+        return groups.masked_fill(is_left_out.unsqueeze(-1), -math.inf).flatten(1)
+
 
 @dataclass(slots=True)
 class Experts:
-    """A mixture of experts: every token goes through its `num_active` best, weighted."""
+    """A mixture of experts: every token goes through its best few, weighted, and the shared one."""
 
-    router: Linear
+    router: Router
     experts: list[Mlp]
-    num_active: int
-    normalize: bool  # weights of the chosen experts sum to 1
+    shared: Mlp | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        probabilities = torch.softmax(self.router(x), dim=-1, dtype=torch.float32)
-        weights, chosen = torch.topk(probabilities, self.num_active, dim=-1)
-        if self.normalize:
-            weights /= weights.sum(dim=-1, keepdim=True)
+        weights, chosen = self.router(x)
+        num_active = chosen.shape[1]
         chosen = chosen.flatten()
         order = torch.argsort(chosen, stable=True)
         counts = torch.bincount(chosen, minlength=len(self.experts)).tolist()
-        tokens = order // self.num_active
+        tokens = order // num_active
         weights = weights.flatten()[order].to(x.dtype).unsqueeze(1)
-        out = torch.zeros_like(x)
+        out = torch.zeros_like(x) if self.shared is None else self.shared(x)
         start = 0
         for expert, count in zip(self.experts, counts, strict=True):
             if count:
@@ -132,6 +175,9 @@ class Experts:
                 out.index_add_(0, rows, expert(x[rows]) * weights[start : start + count])
                 start += count
         return out
+
+    def mlps(self) -> list[Mlp]:
+        return [*self.experts, *([] if self.shared is None else [self.shared])]
 
 
 @dataclass(slots=True)

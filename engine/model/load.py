@@ -17,7 +17,7 @@ import torch
 from core.errors import ModelError
 from core.model_files import ModelFiles
 from engine.attention.kv_format import KVCacheDtype, KVFormat
-from engine.model.attention import MultiHeadAttention
+from engine.model.attention import LatentAttention, MultiHeadAttention
 from engine.model.config import ModelConfig, parse_config
 from engine.model.decoder import Decoder
 from engine.model.gguf_weights import GGUFSource
@@ -29,6 +29,7 @@ from engine.model.layers import (
     Mlp,
     Norm,
     Projection,
+    Router,
     Weights,
     can_pack,
     packed,
@@ -43,6 +44,8 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _PROGRESS_STEPS = 20
 _NAMED_IN_ERRORS = 5
+# DeepSeek's norms inside attention have this one, whatever the config says of the others.
+_LATENT_NORM_EPS = 1e-6
 # Config keys that say nothing about what a model computes.
 _VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 # Tensors that a text decoder does not need: derived buffers, and the eyes of a wrapper model.
@@ -141,7 +144,13 @@ def _fill(
     names = {name: _canonical(name) for name in source.shapes}
     wanted = {name: own for name, own in names.items() if own in targets}
     _refuse("missing", set(targets) - set(wanted.values()))
-    surplus = {name for name in names if name not in wanted and not _IGNORED.search(name)}
+    mtp_layers = range(config.num_layers, config.num_layers + config.num_mtp_layers)
+    prefixes = tuple(f"model.layers.{i}." for i in mtp_layers)
+    surplus = {
+        name
+        for name, own in names.items()
+        if name not in wanted and not _IGNORED.search(name) and not own.startswith(prefixes)
+    }
     _refuse("unexpected", {name for name in surplus if names[name] not in ignored})
     for name, own in wanted.items():
         if source.shapes[name] != tuple(targets[own].shape):
@@ -222,30 +231,36 @@ class _Allocation:
 
         def replace(owner: Any, *names: str) -> None:
             for name in names:
-                setattr(owner, name, make(getattr(owner, name)))
+                if (linear := getattr(owner, name)) is not None:
+                    setattr(owner, name, make(linear))
 
         for layer in self.weights.layers:
             replace(layer.attention, *layer.attention.projections)
-            mlps = layer.mlp.experts if isinstance(layer.mlp, Experts) else [layer.mlp]
-            for mlp in mlps:
+            for mlp in layer.mlp.mlps():
                 replace(mlp, "gate_up", "down")
 
-    def _empty(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
 
-    def _norm(self, name: str, size: int) -> Norm:
+    def _norm(self, name: str, size: int, eps: float | None = None) -> Norm:
         # 1 + weight does not fit into a narrow type.
-        dtype = torch.float32 if self._config.family.norm_offset else self._dtype
-        norm = Norm(torch.empty(size, dtype=dtype, device=self._device), self._config.norm_eps)
+        dtype = torch.float32 if self._config.family.norm_offset else None
+        norm = Norm(self._empty(size, dtype=dtype), eps or self._config.norm_eps)
         self.targets[f"{name}.weight"] = norm.weight
         self._norms.append(norm)
         return norm
 
-    def _linear(self, parts: dict[str, int], num_inputs: int, has_bias: bool) -> Linear:
+    def _linear(
+        self,
+        parts: dict[str, int],
+        num_inputs: int,
+        has_bias: bool,
+        dtype: torch.dtype | None = None,
+    ) -> Linear:
         """One matrix whose rows are those of the named ones, in order."""
         rows = sum(parts.values())
-        bias = self._empty(rows) if has_bias else None
-        linear = Linear(self._empty(rows, num_inputs), bias)
+        bias = self._empty(rows, dtype=dtype) if has_bias else None
+        linear = Linear(self._empty(rows, num_inputs, dtype=dtype), bias)
         start = 0
         for name, size in parts.items():
             self.targets[f"{name}.weight"] = linear.weight[start : start + size]
@@ -263,7 +278,9 @@ class _Allocation:
         has_experts = config.layers[index].has_experts
         return Layer(
             input_norm=self._norm(f"{prefix}.input_layernorm", hidden),
-            attention=self._multi_head(f"{prefix}.self_attn"),
+            attention=(self._multi_head if config.latent is None else self._latent)(
+                f"{prefix}.self_attn"
+            ),
             attention_post_norm=self._norm(after, hidden) if family.post_norms else None,
             mlp_norm=self._norm(before_mlp, hidden),
             mlp=self._experts(prefix) if has_experts else self._mlp(f"{prefix}.mlp"),
@@ -304,22 +321,67 @@ class _Allocation:
             activation=ACTIVATION_FUNCTIONS[config.activation],
         )
 
+    def _latent(self, prefix: str) -> LatentAttention:
+        config = self._config
+        latent = config.latent
+        assert latent is not None
+        hidden, heads, rank = config.hidden_size, config.num_heads, latent.kv_lora_rank
+        q_rows = heads * (latent.nope_head_dim + latent.rope_head_dim)
+        q_a = q_a_norm = None
+        if latent.q_lora_rank is None:
+            q_b = self._linear({f"{prefix}.q_proj": q_rows}, hidden, False)
+        else:
+            q_a = self._linear({f"{prefix}.q_a_proj": latent.q_lora_rank}, hidden, config.qkv_bias)
+            q_a_norm = self._norm(f"{prefix}.q_a_layernorm", latent.q_lora_rank, _LATENT_NORM_EPS)
+            q_b = self._linear({f"{prefix}.q_b_proj": q_rows}, latent.q_lora_rank, False)
+        kv_rows = rank + latent.rope_head_dim
+        kv_b = self._empty(heads, latent.nope_head_dim + latent.v_head_dim, rank)
+        self.targets[f"{prefix}.kv_b_proj.weight"] = kv_b.flatten(0, 1)
+        return LatentAttention(
+            q_a=q_a,
+            q_a_norm=q_a_norm,
+            q_b=q_b,
+            kv_a=self._linear({f"{prefix}.kv_a_proj_with_mqa": kv_rows}, hidden, config.qkv_bias),
+            kv_a_norm=self._norm(f"{prefix}.kv_a_layernorm", rank, _LATENT_NORM_EPS),
+            kv_b=kv_b,
+            o=self._linear({f"{prefix}.o_proj": hidden}, heads * latent.v_head_dim, config.o_bias),
+            nope_head_dim=latent.nope_head_dim,
+        )
+
     def _experts(self, prefix: str) -> Experts:
         moe, names = self._config.moe, self._config.family.experts
         assert moe is not None and names is not None
-        router = {f"{prefix}.{names.router}": moe.num_experts}
+        own = (names.gate, names.up, names.down)
+        shared = None
+        if moe.shared_intermediate_size:
+            shared = self._mlp(f"{prefix}.{names.shared}", moe.shared_intermediate_size, *own)
         return Experts(
-            router=self._linear(router, self._config.hidden_size, False),
+            router=self._router(f"{prefix}.{names.router}"),
             experts=[
-                self._mlp(
-                    f"{prefix}.{names.experts}.{i}",
-                    moe.intermediate_size,
-                    names.gate,
-                    names.up,
-                    names.down,
-                )
+                self._mlp(f"{prefix}.{names.experts}.{i}", moe.intermediate_size, *own)
                 for i in range(moe.num_experts)
             ],
+            shared=shared,
+        )
+
+    def _router(self, prefix: str) -> Router:
+        moe = self._config.moe
+        assert moe is not None
+        # Nearly equal scores decide between experts: DeepSeek's are made in float32.
+        dtype = torch.float32 if self._config.family.grouped_experts else None
+        rows = {prefix: moe.num_experts}
+        linear = self._linear(rows, self._config.hidden_size, False, dtype)
+        bias = None
+        if moe.has_correction_bias:
+            bias = self._empty(moe.num_experts, dtype=torch.float32)
+            self.targets[f"{prefix}.e_score_correction_bias"] = bias
+        return Router(
+            linear,
             num_active=moe.num_experts_per_tok,
             normalize=moe.norm_topk_prob,
+            scoring=moe.scoring,
+            correction_bias=bias,
+            num_groups=moe.num_groups,
+            num_active_groups=moe.num_active_groups,
+            scaling_factor=moe.scaling_factor,
         )

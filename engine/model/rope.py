@@ -4,6 +4,9 @@ cos and sin are computed in float32 once a step for all layers: that costs less 
 context of 128k tokens is worth. A rotation pairs dimension i with i + rotary_dim / 2:
 
     rotated = x * cos + swap_halves(x) * sin,  the first half of sin negated
+
+or, interleaved, each even dimension with the next: then neighbours are swapped, and every even
+number of sin is negated.
 """
 
 import math
@@ -12,7 +15,7 @@ from typing import Any
 import torch
 
 from core.errors import ModelError
-from engine.model.config import RopeConfig
+from engine.model.config import RopeConfig, yarn_mscale
 
 
 class Rope:
@@ -22,10 +25,13 @@ class Rope:
         self, config: RopeConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         inv_freq, factor = inverse_frequencies(config, max_model_len)
-        self._inv_freq = torch.cat((inv_freq, inv_freq)).to(device)
-        self._cos_factor = factor
         half = torch.full_like(inv_freq, factor)
-        self._sin_factor = torch.cat((-half, half)).to(device)
+        # The two of a pair side by side, or half of the dimensions apart.
+        self._is_interleaved = config.is_interleaved
+        dim = 1 if config.is_interleaved else 0
+        self._inv_freq = torch.stack((inv_freq, inv_freq), dim).flatten().to(device)
+        self._sin_factor = torch.stack((-half, half), dim).flatten().to(device)
+        self._cos_factor = factor
         self._rotary_dim = config.rotary_dim
         self._dtype = dtype
 
@@ -41,10 +47,15 @@ class Rope:
         cos, sin = cos_sin
         rotary = self._rotary_dim
         if rotary == x.shape[-1]:
-            return torch.addcmul(x * cos, x.roll(rotary // 2, -1), sin)
+            return torch.addcmul(x * cos, self._swapped(x), sin)
         turned = x[..., :rotary]
-        turned = torch.addcmul(turned * cos, turned.roll(rotary // 2, -1), sin)
+        turned = torch.addcmul(turned * cos, self._swapped(turned), sin)
         return torch.cat((turned, x[..., rotary:]), dim=-1)
+
+    def _swapped(self, x: torch.Tensor) -> torch.Tensor:
+        if self._is_interleaved:
+            return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        return x.roll(self._rotary_dim // 2, -1)
 
 
 def inverse_frequencies(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
@@ -118,13 +129,12 @@ def _yarn(
     kept = 1 - ramp
     inv_freq = 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
 
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     attention_factor = settings.get("attention_factor")
     if attention_factor is None:
         one, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
-        attention_factor = mscale(one) / mscale(all_dim) if one and all_dim else mscale(1)
+        attention_factor = yarn_mscale(factor, one if one and all_dim else 1)
+        if one and all_dim:
+            attention_factor /= yarn_mscale(factor, all_dim)
     return inv_freq, float(attention_factor)
 
 

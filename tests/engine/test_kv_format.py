@@ -56,7 +56,7 @@ def test_auto_keeps_the_models_type() -> None:
     assert kv_format.encode(x) is x and kv_format.decode(x) is x
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "deepseek-v2", "deepseek-v3"])
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_model_keeps_its_distributions(tmp_path: Path, family: str, name: Any) -> None:
     files = save_tiny(make_tiny(family), tmp_path)
@@ -72,9 +72,12 @@ def test_a_model_keeps_its_distributions(tmp_path: Path, family: str, name: Any)
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-def test_chunks_and_prefix_hits_equal_one_whole_prompt(tmp_path: Path, name: Any) -> None:
+@pytest.mark.parametrize("family", ["qwen2", "deepseek-v3"])
+def test_chunks_and_prefix_hits_equal_one_whole_prompt(
+    tmp_path: Path, family: str, name: Any
+) -> None:
     """A prompt reads its own keys as the cache holds them, so nothing depends on the chunks."""
-    model = load_model(save_tiny(make_tiny("qwen2"), tmp_path), "float32", kv_cache_dtype=name)
+    model = load_model(save_tiny(make_tiny(family), tmp_path), "float32", kv_cache_dtype=name)
     runner = PagedRunner(model)
     ids = random_ids(30)
     whole = runner.chunks(ids, [30])

@@ -55,7 +55,9 @@ def test_logits_equal_transformers_at_every_position(pair: Any, sizes: list[int]
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("pair", ["llama", "mistral", "gemma2", "qwen3-moe"], indirect=True)
+@pytest.mark.parametrize(
+    "pair", ["llama", "mistral", "gemma2", "qwen3-moe", "deepseek-v2"], indirect=True
+)
 def test_a_mixed_batch_equals_one_by_one(pair: Any) -> None:
     """Decodes of very different lengths (more than one padded group), beside two prompts."""
     reference, files = pair
@@ -172,7 +174,10 @@ def test_scaled_rope_equals_transformers_far_beyond_the_threshold(
     torch.testing.assert_close(own_sin[:, :half], -sin[0, :, :half], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama3-rope", "qwen2-yarn", "llama-linear", "phi3-longrope"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama3-rope", "qwen2-yarn", "llama-linear", "phi3-longrope", "deepseek-v2", "deepseek-v3"],
+)
 def test_logits_at_eight_times_the_original_length(tmp_path: Path, name: str) -> None:
     reference = make_tiny(name)
     ids = random_ids(130)

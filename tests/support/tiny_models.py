@@ -51,6 +51,21 @@ LONGROPE = {
     "long_factor": [2.0 + 0.7 * i for i in range(8)],
     "original_max_position_embeddings": 16,
 }
+# As published: the config has both factors, and they cancel on cos and sin.
+_DEEPSEEK_YARN = {**YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707}
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+}
 # Every family with each of its flags at least once.
 FAMILY_CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {}),
@@ -114,6 +129,39 @@ FAMILY_CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
             "head_dim": 16,
         },
     ),
+    "deepseek-v2-lite": (transformers.DeepseekV2Config, {**_DEEPSEEK, "q_lora_rank": None}),
+    "deepseek-v2": (
+        transformers.DeepseekV2Config,
+        {
+            **_DEEPSEEK,
+            "attention_bias": True,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "rope_parameters": _DEEPSEEK_YARN,
+        },
+    ),
+    "deepseek-v3": (
+        transformers.DeepseekV3Config,
+        {
+            **_DEEPSEEK,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {**_DEEPSEEK_YARN, "mscale": 1.0},
+        },
+    ),
+    "deepseek-v3-halves": (
+        transformers.DeepseekV3Config,
+        {
+            **_DEEPSEEK,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 
@@ -128,6 +176,9 @@ def make_tiny(name: str, seed: int = 0, **overrides: Any) -> Any:
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = "norm" in parameter_name
             parameter.copy_(1 + 0.2 * noise if is_norm else 0.15 * noise)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model.float().eval()
 
 
