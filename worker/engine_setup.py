@@ -39,6 +39,7 @@ def build_engine(
         max_model_len=config.max_model_len,
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
+        attention=config.attention,
     )
     num_blocks = config.num_kv_blocks
     if num_blocks is None:

@@ -25,6 +25,7 @@ class StepBatch:
     seq_lens: list[int]  # KV length including this step's tokens
     block_tables: list[list[int]]
     num_decodes: int  # how many of the first sequences have query_len 1 and can be batched
+    for_graph: bool = False  # all decode, and `forward` is captured or replayed: see `can_capture`
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,15 @@ class AttentionBackend(ABC):
     `plan` is called once a step and builds everything that depends on lengths and block tables
     alone; `forward` once a layer.
     """
+
+    # Whether, planned for batches of one size with `for_graph`, `forward` is always the same
+    # work on the same memory, so that a CUDA graph of it may be replayed.
+    can_capture = False
+
+    def reserve_for_graphs(self, max_sequences: int, max_blocks: int) -> None:
+        """Called once, before the first plan `for_graph`, of a backend that can capture: the
+        most sequences of such a batch, and blocks of all its tables together."""
+        raise RuntimeError(f"{type(self).__name__} cannot be captured")
 
     @abstractmethod
     def plan(self, batch: StepBatch) -> None: ...

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from engine.attention.base import AttentionBackend, AttentionLayer, StepBatch
 from engine.attention.kv_format import KVFormat, LatentFormat
-from engine.attention.torch_paged import TorchPagedAttention
+from engine.attention.select import AttentionChoice, make_backend
 from engine.model.config import ModelConfig
 from engine.model.layers import Layer, Weights
 from engine.model.rope import Rope, inverse_frequencies
@@ -29,6 +29,7 @@ class Decoder:
         fingerprint: str,
         quantization: str,
         kv_format: KVFormat,
+        attention: AttentionChoice = "auto",
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -37,6 +38,7 @@ class Decoder:
         self._row_format: KVFormat | LatentFormat = kv_format
         if config.latent is not None:
             self._row_format = LatentFormat(kv_format, config.latent.kv_lora_rank)
+        self._attention_choice = attention
         self._quantization = quantization
         self._weights = weights
         self._fingerprint = fingerprint
@@ -63,8 +65,15 @@ class Decoder:
         return (config.num_layers, num_parts, config.num_kv_heads, block_size, row)
 
     def bind(self, kv_cache: torch.Tensor) -> None:
-        """kv_cache: `[num_blocks, *kv_block_shape]`, contiguous, zeros or finite numbers."""
-        self._backend = TorchPagedAttention(kv_cache, self.config.num_heads, self._row_format)
+        """kv_cache: `[num_blocks, *kv_block_shape]`, contiguous, zeros or finite numbers. Raises
+        ModelError where the attention that was asked for cannot read it."""
+        self._backend = make_backend(
+            kv_cache,
+            self.config.num_heads,
+            self._attention_layers,
+            self._row_format,
+            self._attention_choice,
+        )
 
     def unbind(self) -> None:
         """Forgets the KV cache; another may be bound."""

@@ -17,6 +17,7 @@ import torch
 from core.errors import ModelError
 from core.model_files import ModelFiles
 from engine.attention.kv_format import KVCacheDtype, KVFormat
+from engine.attention.select import AttentionChoice
 from engine.model.attention import LatentAttention, MultiHeadAttention
 from engine.model.config import ModelConfig, parse_config
 from engine.model.decoder import Decoder
@@ -60,6 +61,7 @@ def load_model(
     max_model_len: int | None = None,
     quantization: Quantization = "none",
     kv_cache_dtype: KVCacheDtype = "auto",
+    attention: AttentionChoice = "auto",
 ) -> Decoder:
     """Loads a checkpoint. `max_model_len` shortens the model's own context (a longrope model
     then uses its short factors). Raises ModelError with one line that says what is wrong."""
@@ -79,6 +81,7 @@ def load_model(
         _fingerprint(source),
         quantization,
         KVFormat(kv_cache_dtype, chosen),
+        attention,
     )
 
 
