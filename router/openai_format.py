@@ -218,7 +218,7 @@ class Formatter:
         reader = self._readers[delta.index]
         message = reader.feed(delta.text, is_last=finish_reason is not None)
         body = {"delta": message_delta_body(message)} if message else None
-        return body, _finish_reason(finish_reason, reader)
+        return body, finish_reason_of(finish_reason, reader)
 
     def last_chunk(self, usage: Usage, timings: dict[str, Any] | None) -> bytes:
         """What comes after the choices, as far as it was asked for, and the end."""
@@ -252,7 +252,7 @@ class Formatter:
             else:
                 reader = ChatReader(self._request.reading)
                 said = {"message": message_body(reader.feed(text, is_last=True))}
-                finish_reason = _finish_reason(finish_reason, reader)
+                finish_reason = finish_reason_of(finish_reason, reader)
             choice = {
                 "index": index,
                 **said,
@@ -356,7 +356,8 @@ def message_delta_body(message: MessageDelta) -> dict[str, Any]:
     return body
 
 
-def _finish_reason(reason: str | None, reader: ChatReader) -> str | None:
+def finish_reason_of(reason: str | None, reader: ChatReader) -> str | None:
+    """`reason`, or that the answer was calls."""
     return "tool_calls" if reason == "stop" and reader.has_calls else reason
 
 

@@ -26,7 +26,10 @@ if _version_not_supported:
 
 
 class InferenceStub:
-    """Missing associated documentation comment in .proto file."""
+    """Errors are status codes with a message. Trailing metadata says more: `pdserve-error` is the
+    class, `pdserve-param` the field that is wrong, `retry-after` the seconds after which to come
+    back. A call that is cancelled, or past its deadline, frees what it holds on every worker.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -39,6 +42,11 @@ class InferenceStub:
                 request_serializer=rpc_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=rpc_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Chat = channel.unary_stream(
+                '/pdserve.v1.Inference/Chat',
+                request_serializer=rpc_dot_inference__pb2.ChatRequest.SerializeToString,
+                response_deserializer=rpc_dot_inference__pb2.ChatResponse.FromString,
+                _registered_method=True)
         self.Models = channel.unary_unary(
                 '/pdserve.v1.Inference/Models',
                 request_serializer=rpc_dot_inference__pb2.ModelsRequest.SerializeToString,
@@ -47,11 +55,22 @@ class InferenceStub:
 
 
 class InferenceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Errors are status codes with a message. Trailing metadata says more: `pdserve-error` is the
+    class, `pdserve-param` the field that is wrong, `retry-after` the seconds after which to come
+    back. A call that is cancelled, or past its deadline, frees what it holds on every worker.
+    """
 
     def Generate(self, request, context):
         """Generates from a prompt. The stream carries text as it is produced; the last message of each
         choice has its finish_reason, and the last message of the stream has the usage.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Chat(self, request, context):
+        """Answers a conversation. As Generate, but what the model writes comes taken apart: reasoning,
+        content and tool calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,6 +91,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     request_deserializer=rpc_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=rpc_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
+            'Chat': grpc.unary_stream_rpc_method_handler(
+                    servicer.Chat,
+                    request_deserializer=rpc_dot_inference__pb2.ChatRequest.FromString,
+                    response_serializer=rpc_dot_inference__pb2.ChatResponse.SerializeToString,
+            ),
             'Models': grpc.unary_unary_rpc_method_handler(
                     servicer.Models,
                     request_deserializer=rpc_dot_inference__pb2.ModelsRequest.FromString,
@@ -86,7 +110,10 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """Missing associated documentation comment in .proto file."""
+    """Errors are status codes with a message. Trailing metadata says more: `pdserve-error` is the
+    class, `pdserve-param` the field that is wrong, `retry-after` the seconds after which to come
+    back. A call that is cancelled, or past its deadline, frees what it holds on every worker.
+    """
 
     @staticmethod
     def Generate(request,
@@ -105,6 +132,33 @@ class Inference:
             '/pdserve.v1.Inference/Generate',
             rpc_dot_inference__pb2.GenerateRequest.SerializeToString,
             rpc_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Chat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.v1.Inference/Chat',
+            rpc_dot_inference__pb2.ChatRequest.SerializeToString,
+            rpc_dot_inference__pb2.ChatResponse.FromString,
             options,
             channel_credentials,
             insecure,
