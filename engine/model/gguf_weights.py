@@ -16,6 +16,7 @@ import torch
 
 from core.errors import ModelError
 from core.gguf_metadata import read_gguf_metadata
+from engine.model import gguf_deepseek
 from engine.model.families import FAMILIES
 
 _CHUNK_ELEMENTS = 4 << 20
@@ -28,6 +29,7 @@ _MODEL_TYPES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
     "phi3": "phi3",
+    "deepseek2": "deepseek_v2",
 }
 # Without a number in the metadata, llama.cpp knows the 27B models by their depth: their scores
 # are scaled by hidden_size / num_heads instead of head_dim.
@@ -104,11 +106,11 @@ class GGUFSource:
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._tensors.items():
-            if name in _ROPE_TENSORS:
-                continue
             shape = tuple(int(n) for n in reversed(tensor.shape))
-            values = dequantize(tensor.data, tensor.tensor_type).view(shape)
             renamed = self._renamed(name, shape)
+            if not renamed:
+                continue
+            values = dequantize(tensor.data, tensor.tensor_type).view(shape)
             if len(renamed) > 1:
                 yield from ((hf, part) for (hf, _), part in zip(renamed, values, strict=True))
             else:
@@ -132,9 +134,13 @@ class GGUFSource:
         if match is None:
             return [(name, shape)]  # refused by the loader, by this name
         layer, part, kind = match.groups()
+        if self._family.latent_attention and part in ("attn_k_b", "attn_v_b"):
+            return self._kv_b(layer, part, shape)
         experts = self._family.experts
         if experts is not None and part == "ffn_gate_inp":
             return [(f"model.layers.{layer}.{experts.router}.{kind}", shape)]
+        if experts is not None and part == "exp_probs_b":
+            return [(f"model.layers.{layer}.{experts.router}.e_score_correction_bias", shape)]
         if experts is not None and (found := re.fullmatch(r"ffn_(gate|up|down)_exps", part)):
             prefix = f"model.layers.{layer}.{experts.experts}"
             own = getattr(experts, found[1])
@@ -142,8 +148,21 @@ class GGUFSource:
         hf = self._layer_names().get(part)
         return [(name if hf is None else f"model.layers.{layer}.{hf}.{kind}", shape)]
 
+    def _kv_b(
+        self, layer: str, part: str, shape: tuple[int, ...]
+    ) -> list[tuple[str, tuple[int, ...]]]:
+        """Both halves become one tensor, which is read where the keys are."""
+        other = self._tensors.get(f"blk.{layer}.attn_v_b.weight")
+        if part == "attn_v_b" or other is None:
+            return []
+        heads, rank, nope = shape
+        rows = heads * (nope + int(other.shape[1]))
+        return [(f"model.layers.{layer}.self_attn.kv_b_proj.weight", (rows, rank))]
+
     def _layer_names(self) -> dict[str, str]:
         names = dict(_LAYER_NAMES)
+        if self._family.latent_attention:
+            names |= gguf_deepseek.LAYER_NAMES
         if self._family.fused_projections:
             names["ffn_up"] = "mlp.gate_up_proj"
         if self._family.post_norms:
@@ -155,7 +174,14 @@ class GGUFSource:
         return names
 
     def _reordered(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Undoes llama.cpp's order of query and key rows."""
+        """Undoes llama.cpp's order of query and key rows, and its split of `kv_b_proj`."""
+        if self._family.latent_attention and ".attn_k_b." in name:
+            values_name = name.replace("attn_k_b", "attn_v_b")
+            other = self._tensors[values_name]
+            shape = tuple(int(n) for n in reversed(other.shape))
+            return gguf_deepseek.merged_kv_b(
+                values, dequantize(other.data, other.tensor_type).view(shape)
+            )
         match = re.search(r"\.attn_([qk])\.", name)
         if self._arch != "llama" or match is None:
             return values
@@ -187,6 +213,9 @@ class GGUFSource:
         if self._arch in _GEMMA_27B_LAYERS:
             is_27b = config.get("num_hidden_layers") == _GEMMA_27B_LAYERS[self._arch]
             config["query_pre_attn_scalar"] = hidden // heads if is_27b else config["head_dim"]
+        if self._arch == "deepseek2":
+            del config["partial_rotary_factor"]
+            config |= gguf_deepseek.config_of(values)
         scaling = self._rope_scaling(values)
         if scaling:
             config["rope_scaling"] = scaling
@@ -208,7 +237,9 @@ class GGUFSource:
                 "rope_type": "frequency_factors",
                 "factors": self._floats("rope_freqs.weight"),
             }
-        return {} if kind == "none" else {**scaling, "rope_type": kind}
+        if kind == "none":
+            return {}
+        return {**scaling, **gguf_deepseek.scaling_of(values), "rope_type": kind}
 
     def _floats(self, name: str) -> list[float]:
         if name not in self._tensors:

@@ -10,9 +10,11 @@ import torch
 
 from core.errors import ModelError
 from core.model_files import ModelFiles
+from engine.model.gguf_deepseek import config_of
 from engine.model.gguf_weights import GGUFSource, dequantize
 from engine.model.load import fingerprint, load_model
 from support.tiny_models import (
+    YARN_ROPE,
     PagedRunner,
     make_tiny,
     random_ids,
@@ -24,6 +26,7 @@ IDS = random_ids(30)
 FAMILIES = [
     "llama", "llama-linear", "llama3-rope", "mixtral", "qwen2", "qwen2-yarn", "qwen3",
     "qwen3-moe", "gemma2", "gemma3", "phi3", "phi3-longrope",
+    "deepseek-v2-lite", "deepseek-v2", "deepseek-v3",
 ]  # fmt: skip
 # What GGUF has no key for is left at what llama.cpp takes for granted.
 OVERRIDES: dict[str, dict[str, object]] = {
@@ -38,6 +41,9 @@ OVERRIDES: dict[str, dict[str, object]] = {
         },
     },
     "qwen3-moe": {"mlp_only_layers": []},
+    "deepseek-v2": {"attention_bias": False},
+    # One factor for both, as published.
+    "deepseek-v3": {"rope_parameters": {**YARN_ROPE, "mscale": 0.9, "mscale_all_dim": 0.9}},
 }
 
 
@@ -92,6 +98,52 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     del model.model.layers[1].mlp.down_proj
     with pytest.raises(ModelError, match="missing: model.layers.1.mlp.down_proj.weight"):
         load_model(write_gguf(model, tmp_path / "tiny.gguf"))
+
+
+@pytest.mark.parametrize("part", ["attn_k_b", "attn_v_b"])
+def test_half_of_a_split_matrix_is_not_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    write = gguf.GGUFWriter.add_tensor
+
+    def without(self: object, name: str, *args: object, **kwargs: object) -> None:
+        if name != f"blk.1.{part}.weight":
+            write(self, name, *args, **kwargs)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", without)
+    files = write_gguf(make_tiny("deepseek-v2-lite"), tmp_path / "tiny.gguf")
+    with pytest.raises(
+        ModelError, match=r"missing: model\.layers\.1\.self_attn\.kv_b_proj\.weight"
+    ):
+        load_model(files)
+
+
+# DeepSeek-V2, as files have it that were written before kv_b_proj was split.
+EARLY = {
+    "expert_count": 160,
+    "attention.key_length": 192,
+    "attention.value_length": 128,
+    "rope.dimension_count": 64,
+}
+
+
+def test_early_deepseek_files_say_less() -> None:
+    config = config_of(EARLY)
+    assert (config["qk_nope_head_dim"], config["v_head_dim"]) == (128, 128)
+    assert (config["n_group"], config["topk_group"]) == (8, 3)
+    assert (config["model_type"], config["topk_method"]) == ("deepseek_v2", "group_limited_greedy")
+    v3 = config_of({**EARLY, "expert_count": 256, "expert_gating_func": 2})
+    assert (v3["model_type"], v3["n_group"], v3["topk_group"]) == ("deepseek_v3", 8, 4)
+    assert "n_group" not in config_of({**EARLY, "expert_count": 64})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"expert_gating_func": 3}, "expert_gating_func 3"), ({"rope.dimension_count": "x"}, "rope")],
+)
+def test_deepseek_metadata_that_is_not_known_is_named(changes: dict, named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        config_of({**EARLY, **changes})
 
 
 def test_a_truncated_file_is_a_model_error(tmp_path: Path) -> None:

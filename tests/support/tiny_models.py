@@ -262,6 +262,8 @@ _GGUF_ARCHS = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "phi3": "phi3",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
 }
 
 
@@ -275,7 +277,8 @@ def write_gguf(model: Any, path: Path, kind: str = "F32") -> ModelFiles:
     _write_metadata(writer, config, arch)
     arch_id = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     names = gguf.get_tensor_name_map(arch_id, config.num_hidden_layers)
-    for name, parameter in model.named_parameters():
+    buffers = [(n, b) for n, b in model.named_buffers() if n.endswith("correction_bias")]
+    for name, parameter in [*model.named_parameters(), *buffers]:
         values = parameter.detach().numpy()
         if values.ndim > 1:
             data = gguf.quantize(values, qtype)
@@ -310,7 +313,8 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     head_dim = getattr(config, "head_dim", None) or 16
-    writer.add_key_length(head_dim)
+    latent = getattr(config, "kv_lora_rank", 0)
+    writer.add_key_length(latent + head_dim)
     writer.add_rope_dimension_count(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters
@@ -321,19 +325,45 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if rope.get("original_max_position_embeddings") and rope["rope_type"] != "llama3":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if arch == "deepseek2":
+        _write_deepseek_metadata(writer, config)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     if getattr(config, "attn_logit_softcapping", None):
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
-        writer.add_expert_count(config.num_experts)
+        writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         if arch == "qwen3moe":
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"token{i}" for i in range(config.vocab_size)])
     writer.add_token_types([1] * config.vocab_size)
+
+
+def _write_deepseek_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
+    """As for the converter's split `kv_b_proj`: key and value length are those of a cached row."""
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_value_length(config.kv_lora_rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    is_v3 = config.model_type == "deepseek_v3"
+    kinds = gguf.ExpertGatingFuncType
+    writer.add_expert_gating_func(kinds.SIGMOID if is_v3 else kinds.SOFTMAX)
+    if config.n_group is not None:
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+    all_dim = config.rope_parameters.get("mscale_all_dim")
+    if all_dim:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * all_dim)
 
 
 def _gguf_parts(
@@ -345,6 +375,16 @@ def _gguf_parts(
         return [(f"blk.{layer}.ffn_{n}_exps.weight", w) for n, w in (("gate", gate), ("up", up))]
     if name.endswith("experts.down_proj"):
         return [(f"blk.{name.split('.')[2]}.ffn_down_exps.weight", weight)]
+    if name.endswith("kv_b_proj.weight"):
+        prefix = f"blk.{name.split('.')[2]}"
+        heads = weight.unflatten(0, (config.num_attention_heads, -1))
+        keys, values = heads.split((config.qk_nope_head_dim, config.v_head_dim), dim=1)
+        return [
+            (f"{prefix}.attn_k_b.weight", keys.transpose(1, 2)),
+            (f"{prefix}.attn_v_b.weight", values),
+        ]
+    if name.endswith("e_score_correction_bias"):
+        name = name.replace("_bias", ".bias")
     if "norm" in name and arch.startswith("gemma"):
         weight = weight + 1
     if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
