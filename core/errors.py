@@ -17,6 +17,7 @@
     +- DeadlineError                  504 DEADLINE_EXCEEDED    a bounded wait ran out
     +- CancelledByPeerError           499 CANCELLED            the caller went away
     +- EngineError                    500 INTERNAL             the engine failed
+       +- RankLostError               500 INTERNAL             a part of a tensor-parallel worker
 
 `rpc.status` maps the tree to gRPC and back, `router.errors` to HTTP, each in one place.
 """
@@ -146,3 +147,9 @@ class EngineError(PdserveError):
     """The engine failed while running this request."""
 
     code = "engine_error"
+
+
+class RankLostError(EngineError):
+    """A process of a tensor-parallel worker is gone; the whole worker ends with it."""
+
+    code = "rank_lost"

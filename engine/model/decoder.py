@@ -13,6 +13,8 @@ from engine.attention.select import AttentionChoice, make_backend
 from engine.model.config import ModelConfig
 from engine.model.layers import Layer, Weights
 from engine.model.rope import Rope, inverse_frequencies
+from engine.model.sharding import Shard
+from engine.parallel import RankGroup
 
 
 class Decoder:
@@ -30,7 +32,9 @@ class Decoder:
         quantization: str,
         kv_format: KVFormat,
         attention: AttentionChoice = "auto",
+        ranks: RankGroup | None = None,
     ) -> None:
+        """`ranks`: those among which the weights are cut, of which this process has one part."""
         self.config = config
         self.dtype = dtype
         self.kv_dtype = kv_format.storage_dtype
@@ -41,6 +45,8 @@ class Decoder:
         self._attention_choice = attention
         self._quantization = quantization
         self._weights = weights
+        self._ranks = ranks
+        self._shard = Shard() if ranks is None else Shard(ranks.rank, ranks.size)
         self._fingerprint = fingerprint
         self._ropes = [Rope(config.rope, config.max_model_len, dtype, device)]
         if config.local_rope is not None:
@@ -62,14 +68,15 @@ class Decoder:
         config = self.config
         row = self._row_format.row_size(config.head_dim)
         num_parts = 2 if config.latent is None else 1
-        return (config.num_layers, num_parts, config.num_kv_heads, block_size, row)
+        num_kv_heads = self._shard.num_own_heads(config.num_kv_heads)
+        return (config.num_layers, num_parts, num_kv_heads, block_size, row)
 
     def bind(self, kv_cache: torch.Tensor) -> None:
         """kv_cache: `[num_blocks, *kv_block_shape]`, contiguous, zeros or finite numbers. Raises
         ModelError where the attention that was asked for cannot read it."""
         self._backend = make_backend(
             kv_cache,
-            self.config.num_heads,
+            self._shard.num_own_heads(self.config.num_heads),
             self._attention_layers,
             self._row_format,
             self._attention_choice,
@@ -110,13 +117,14 @@ class Decoder:
         logits_rows: torch.Tensor,
     ) -> torch.Tensor:
         """input_ids and positions: `[T]` as `batch` lays them out. Writes the KV of all of them
-        and returns float32 logits `[R, vocab_size]` of the rows `logits_rows` `[R]`."""
+        and returns float32 logits `[R, vocab_size]` of the rows `logits_rows` `[R]`; on a rank
+        other than 0 only its own part of the vocabulary."""
         backend = self._backend
         if backend is None:
             raise RuntimeError("bind a KV cache first")
         backend.plan(batch)
         rotates = [partial(rope.apply, cos_sin=rope.cos_sin(positions)) for rope in self._ropes]
-        hidden = F.embedding(input_ids, self._weights.embedding)
+        hidden = self._embed(input_ids)
         if self._embedding_scale is not None:
             hidden = hidden * self._embedding_scale
         last = self.config.num_layers - 1
@@ -127,7 +135,7 @@ class Decoder:
             if i == last:  # KV is written; from here only the sampled rows matter
                 hidden, attended = hidden[logits_rows], attended[logits_rows]
             hidden = self._feed_forward(layer, hidden, attended)
-        logits = self._weights.head(self._weights.norm(hidden)).float()
+        logits = self._gather(self._weights.head(self._weights.norm(hidden))).float()
         if self.config.final_softcap is not None:
             cap = self.config.final_softcap
             logits = logits.div_(cap).tanh_().mul_(cap)
@@ -136,11 +144,32 @@ class Decoder:
     def _feed_forward(
         self, layer: Layer, hidden: torch.Tensor, attended: torch.Tensor
     ) -> torch.Tensor:
-        attended = layer.attention.o(attended)
+        attended = self._sum(layer.attention.o(attended))
         if layer.attention_post_norm is not None:
             attended = layer.attention_post_norm(attended)
         hidden = hidden + attended
-        out = layer.mlp(layer.mlp_norm(hidden))
+        out = self._sum(layer.mlp(layer.mlp_norm(hidden)))
         if layer.mlp_post_norm is not None:
             out = layer.mlp_post_norm(out)
         return hidden + out
+
+    # ------------------------------------------------------------ among ranks
+
+    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        embedding = self._weights.embedding
+        if self._ranks is None:
+            return F.embedding(input_ids, embedding)
+        own = input_ids - self._shard.rank * embedding.shape[0]
+        is_others = (own < 0) | (own >= embedding.shape[0])
+        rows = F.embedding(own.masked_fill_(is_others, 0), embedding)
+        return self._ranks.all_reduce(rows.masked_fill_(is_others.unsqueeze(1), 0))
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._ranks is None else self._ranks.all_reduce(x)
+
+    def _gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """Without the rows that pad the vocabulary."""
+        if self._ranks is None:
+            return logits
+        gathered = self._ranks.gather(logits)
+        return logits if gathered is None else gathered[:, : self.config.vocab_size]

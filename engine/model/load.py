@@ -36,7 +36,9 @@ from engine.model.layers import (
     packed,
 )
 from engine.model.quantised import Quantization, quantised
+from engine.model.sharding import Axis, Shard, Target, joined, target, whole
 from engine.model.weights import SafetensorsSource, WeightSource
+from engine.parallel import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -62,15 +64,19 @@ def load_model(
     quantization: Quantization = "none",
     kv_cache_dtype: KVCacheDtype = "auto",
     attention: AttentionChoice = "auto",
+    ranks: RankGroup | None = None,
 ) -> Decoder:
-    """Loads a checkpoint. `max_model_len` shortens the model's own context (a longrope model
-    then uses its short factors). Raises ModelError with one line that says what is wrong."""
+    """Loads a checkpoint, of which a rank of `ranks` reads its own part. `max_model_len` shortens
+    the model's own context (a longrope model then uses its short factors). Raises ModelError with
+    one line that says what is wrong."""
     source = open_source(files)
     config = parse_config(source.config, max_model_len)
+    shard = Shard() if ranks is None else Shard(ranks.rank, ranks.size)
+    shard.check_heads(config.num_heads, config.num_kv_heads)
     where = torch.device(device)
     chosen = choose_dtype(dtype, where)
     with torch.inference_mode():
-        allocation = _Allocation(config, chosen, where)
+        allocation = _Allocation(config, chosen, where, shard)
         _fill(allocation.targets, source, config, progress)
         allocation.finish(source.norms_include_offset, quantization)
     return Decoder(
@@ -82,6 +88,7 @@ def load_model(
         quantization,
         KVFormat(kv_cache_dtype, chosen),
         attention,
+        ranks,
     )
 
 
@@ -137,7 +144,7 @@ def choose_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
 
 
 def _fill(
-    targets: dict[str, torch.Tensor],
+    targets: dict[str, Target],
     source: WeightSource,
     config: ModelConfig,
     progress: Callable[[str], None] | None,
@@ -156,19 +163,19 @@ def _fill(
     }
     _refuse("unexpected", {name for name in surplus if names[name] not in ignored})
     for name, own in wanted.items():
-        if source.shapes[name] != tuple(targets[own].shape):
+        if source.shapes[name] != targets[own].shape:
             raise ModelError(
                 f"tensor {name} has shape {list(source.shapes[name])}, "
                 f"expected {list(targets[own].shape)}"
             )
-    total = sum(target.numel() for target in targets.values())
+    total = sum(part.num_own for part in targets.values())
     done = reported = 0
     for name, tensor in source.read():
         if name not in wanted:
             continue
-        target = targets[wanted[name]]
-        target.copy_(tensor)
-        done += target.numel()
+        own_part = targets[wanted[name]]
+        own_part.fill(tensor)
+        done += own_part.num_own
         step = done * _PROGRESS_STEPS // total
         if progress is not None and step > reported:
             reported = step
@@ -190,25 +197,26 @@ def _refuse(what: str, names: set[str]) -> None:
 
 
 class _Allocation:
-    """Empty parameters of a model, and under which names a checkpoint fills them.
+    """Empty parameters of one rank's part of a model, and under which names a checkpoint fills
+    them: `targets` maps each Hugging Face tensor name to what it is copied into."""
 
-    `targets` maps each Hugging Face tensor name to the view that it is copied into."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: Shard
+    ) -> None:
         self._config = config
         self._dtype = dtype
         self._device = device
+        self._shard = shard
         self._norms: list[Norm] = []
-        self.targets: dict[str, torch.Tensor] = {}
-        embedding = self._empty(config.vocab_size, config.hidden_size)
-        self.targets["model.embed_tokens.weight"] = embedding
-        head = Linear(embedding)
+        self.targets: dict[str, Target] = {}
+        vocabulary, hidden = shard.vocabulary(config.vocab_size), whole(config.hidden_size)
+        embedding = self._linear({"model.embed_tokens": vocabulary}, hidden, False)
+        head = embedding
         if not config.tie_word_embeddings:
-            head = Linear(self._empty(config.vocab_size, config.hidden_size))
-            self.targets["lm_head.weight"] = head.weight
+            head = self._linear({"lm_head": vocabulary}, hidden, False)
         self._head = head
         self.weights = Weights(
-            embedding=embedding,
+            embedding=embedding.weight,
             layers=[self._layer(i) for i in range(config.num_layers)],
             norm=self._norm("model.norm", config.hidden_size),
             head=head,
@@ -249,27 +257,33 @@ class _Allocation:
         # 1 + weight does not fit into a narrow type.
         dtype = torch.float32 if self._config.family.norm_offset else None
         norm = Norm(self._empty(size, dtype=dtype), eps or self._config.norm_eps)
-        self.targets[f"{name}.weight"] = norm.weight
+        self.targets[f"{name}.weight"] = target(norm.weight, whole(size))
         self._norms.append(norm)
         return norm
 
     def _linear(
         self,
-        parts: dict[str, int],
-        num_inputs: int,
+        outputs: dict[str, Axis],
+        inputs: Axis,
         has_bias: bool,
         dtype: torch.dtype | None = None,
     ) -> Linear:
         """One matrix whose rows are those of the named ones, in order."""
-        rows = sum(parts.values())
-        bias = self._empty(rows, dtype=dtype) if has_bias else None
-        linear = Linear(self._empty(rows, num_inputs, dtype=dtype), bias)
+        rows = sum(axis.num_own for axis in outputs.values())
+        # Of cut inputs each rank has a part of the sum, and one of them the bias.
+        has_own_bias = has_bias and not (inputs.is_cut and self._shard.rank)
+        bias = self._empty(rows, dtype=dtype) if has_own_bias else None
+        linear = Linear(self._empty(rows, inputs.num_own, dtype=dtype), bias)
         start = 0
-        for name, size in parts.items():
-            self.targets[f"{name}.weight"] = linear.weight[start : start + size]
+        for name, axis in outputs.items():
+            own = slice(start, start + axis.num_own)
+            self.targets[f"{name}.weight"] = target(linear.weight[own], axis, inputs)
+            linear.weight[own][axis.num_own - axis.padding :] = 0
             if bias is not None:
-                self.targets[f"{name}.bias"] = bias[start : start + size]
-            start += size
+                self.targets[f"{name}.bias"] = target(bias[own], axis)
+            elif has_bias:
+                self.targets[f"{name}.bias"] = Target((axis.size,), [])
+            start = own.stop
         return linear
 
     def _layer(self, index: int) -> Layer:
@@ -291,21 +305,20 @@ class _Allocation:
         )
 
     def _multi_head(self, prefix: str) -> MultiHeadAttention:
-        config = self._config
-        q_size, kv_size = (
-            heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads)
-        )
-        qkv = {f"{prefix}.{n}_proj": kv_size if n != "q" else q_size for n in "qkv"}
+        config, shard, hidden = self._config, self._shard, whole(self._config.hidden_size)
+        q = shard.heads(config.num_heads, config.head_dim)
+        kv = shard.heads(config.num_kv_heads, config.head_dim)
+        qkv = {f"{prefix}.q_proj": q, f"{prefix}.k_proj": kv, f"{prefix}.v_proj": kv}
         if config.family.fused_projections:
-            qkv = {f"{prefix}.qkv_proj": q_size + 2 * kv_size}
+            qkv = {f"{prefix}.qkv_proj": joined(q, kv, kv)}
         has_norms = config.family.qk_norm
         return MultiHeadAttention(
-            qkv=self._linear(qkv, config.hidden_size, config.qkv_bias),
+            qkv=self._linear(qkv, hidden, config.qkv_bias),
             q_norm=self._norm(f"{prefix}.q_norm", config.head_dim) if has_norms else None,
             k_norm=self._norm(f"{prefix}.k_norm", config.head_dim) if has_norms else None,
-            o=self._linear({f"{prefix}.o_proj": config.hidden_size}, q_size, config.o_bias),
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            o=self._linear({f"{prefix}.o_proj": hidden}, q, config.o_bias),
+            num_heads=shard.num_own_heads(config.num_heads),
+            num_kv_heads=shard.num_own_heads(config.num_kv_heads),
             head_dim=config.head_dim,
         )
 
@@ -313,14 +326,14 @@ class _Allocation:
         self, prefix: str, size: int = 0, gate: str = "gate_proj", up: str = "up_proj",
         down: str = "down_proj",
     ) -> Mlp:  # fmt: skip
-        config = self._config
-        size = size or config.intermediate_size
-        gate_up = {f"{prefix}.{gate}": size, f"{prefix}.{up}": size}
+        config, hidden = self._config, whole(self._config.hidden_size)
+        features = self._shard.features(size or config.intermediate_size)
+        gate_up = {f"{prefix}.{gate}": features, f"{prefix}.{up}": features}
         if config.family.fused_projections:
-            gate_up = {f"{prefix}.gate_up_proj": 2 * size}
+            gate_up = {f"{prefix}.gate_up_proj": joined(features, features)}
         return Mlp(
-            gate_up=self._linear(gate_up, config.hidden_size, config.mlp_bias),
-            down=self._linear({f"{prefix}.{down}": config.hidden_size}, size, config.mlp_bias),
+            gate_up=self._linear(gate_up, hidden, config.mlp_bias),
+            down=self._linear({f"{prefix}.{down}": hidden}, features, config.mlp_bias),
             activation=ACTIVATION_FUNCTIONS[config.activation],
         )
 
@@ -328,26 +341,28 @@ class _Allocation:
         config = self._config
         latent = config.latent
         assert latent is not None
-        hidden, heads, rank = config.hidden_size, config.num_heads, latent.kv_lora_rank
-        q_rows = heads * (latent.nope_head_dim + latent.rope_head_dim)
+        hidden, rank = whole(config.hidden_size), whole(latent.kv_lora_rank)
+        q = self._shard.heads(config.num_heads, latent.nope_head_dim + latent.rope_head_dim)
+        kv = self._shard.heads(config.num_heads, latent.nope_head_dim + latent.v_head_dim)
+        values = self._shard.heads(config.num_heads, latent.v_head_dim)
         q_a = q_a_norm = None
         if latent.q_lora_rank is None:
-            q_b = self._linear({f"{prefix}.q_proj": q_rows}, hidden, False)
+            q_b = self._linear({f"{prefix}.q_proj": q}, hidden, False)
         else:
-            q_a = self._linear({f"{prefix}.q_a_proj": latent.q_lora_rank}, hidden, config.qkv_bias)
-            q_a_norm = self._norm(f"{prefix}.q_a_layernorm", latent.q_lora_rank, _LATENT_NORM_EPS)
-            q_b = self._linear({f"{prefix}.q_b_proj": q_rows}, latent.q_lora_rank, False)
-        kv_rows = rank + latent.rope_head_dim
-        kv_b = self._empty(heads, latent.nope_head_dim + latent.v_head_dim, rank)
-        self.targets[f"{prefix}.kv_b_proj.weight"] = kv_b.flatten(0, 1)
+            q_rank = whole(latent.q_lora_rank)
+            q_a = self._linear({f"{prefix}.q_a_proj": q_rank}, hidden, config.qkv_bias)
+            q_a_norm = self._norm(f"{prefix}.q_a_layernorm", q_rank.size, _LATENT_NORM_EPS)
+            q_b = self._linear({f"{prefix}.q_b_proj": q}, q_rank, False)
+        kv_a = {f"{prefix}.kv_a_proj_with_mqa": whole(rank.size + latent.rope_head_dim)}
+        kv_b = self._linear({f"{prefix}.kv_b_proj": kv}, rank, False).weight
         return LatentAttention(
             q_a=q_a,
             q_a_norm=q_a_norm,
             q_b=q_b,
-            kv_a=self._linear({f"{prefix}.kv_a_proj_with_mqa": kv_rows}, hidden, config.qkv_bias),
-            kv_a_norm=self._norm(f"{prefix}.kv_a_layernorm", rank, _LATENT_NORM_EPS),
-            kv_b=kv_b,
-            o=self._linear({f"{prefix}.o_proj": hidden}, heads * latent.v_head_dim, config.o_bias),
+            kv_a=self._linear(kv_a, hidden, config.qkv_bias),
+            kv_a_norm=self._norm(f"{prefix}.kv_a_layernorm", rank.size, _LATENT_NORM_EPS),
+            kv_b=kv_b.unflatten(0, (-1, latent.nope_head_dim + latent.v_head_dim)),
+            o=self._linear({f"{prefix}.o_proj": hidden}, values, config.o_bias),
             nope_head_dim=latent.nope_head_dim,
         )
 
@@ -372,12 +387,12 @@ class _Allocation:
         assert moe is not None
         # Nearly equal scores decide between experts: DeepSeek's are made in float32.
         dtype = torch.float32 if self._config.family.grouped_experts else None
-        rows = {prefix: moe.num_experts}
-        linear = self._linear(rows, self._config.hidden_size, False, dtype)
+        experts, hidden = whole(moe.num_experts), whole(self._config.hidden_size)
+        linear = self._linear({prefix: experts}, hidden, False, dtype)
         bias = None
         if moe.has_correction_bias:
             bias = self._empty(moe.num_experts, dtype=torch.float32)
-            self.targets[f"{prefix}.e_score_correction_bias"] = bias
+            self.targets[f"{prefix}.e_score_correction_bias"] = target(bias, experts)
         return Router(
             linear,
             num_active=moe.num_experts_per_tok,
