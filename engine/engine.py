@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from core.config import EngineConfig
-from core.errors import EngineError, RequestError
+from core.errors import EngineError, RankLostError, RequestError
 from core.types import FinishReason, GenerationRequest, KVBlockCounts, TokenLogprobs
 from engine.block_pool import BlockPool
 from engine.grammar import Matcher
@@ -184,7 +184,8 @@ class Engine:
     def step(self) -> list[SequenceOutput]:
         """Computes one batch. One output for every sequence that was admitted, advanced towards
         a hand-over, sampled or ended. If the model or the sampler raises, the sequences of the
-        batch end with an `error`, and the engine can go on with the others."""
+        batch end with an `error`, and the engine can go on with the others. Raises RankLostError
+        when a part of the model is gone, which ends the engine."""
         started = time.monotonic()
         plan = self.scheduler.schedule()
         for seq in plan.admitted:
@@ -221,6 +222,8 @@ class Engine:
                 # KV that this step announces is read by others, past any stream of ours.
                 torch.cuda.current_stream().synchronize()
             return result
+        except RankLostError:
+            raise  # nothing can run here any more
         except Exception as error:
             logger.exception("a step with %d sequences failed", len(plan.steps))
             return error

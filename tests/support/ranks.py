@@ -1,6 +1,6 @@
 """Ranks of one tensor-parallel model in one process, a thread each: real gloo over loopback."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -27,9 +27,8 @@ def make_groups(size: int, pool: ThreadPoolExecutor) -> list[RankGroup]:
 @contextmanager
 def sharded(
     files: ModelFiles, size: int, num_blocks: int, block_size: int, **options: Any
-) -> Iterator[tuple[TensorParallel, Callable[[], list[torch.Tensor]]]]:
-    """The model of rank 0, whose followers run until the end of the body, and a function that
-    says what their KV caches are."""
+) -> Iterator[TensorParallel]:
+    """The model of rank 0, whose followers run until the end of the body."""
     with ThreadPoolExecutor(size) as pool:
         groups = make_groups(size, pool)
 
@@ -37,18 +36,16 @@ def sharded(
             return load_model(files, ranks=group, **options)
 
         decoders = list(pool.map(load, groups))
-        caches = []
         for decoder in decoders[1:]:
             shape = (num_blocks, *decoder.kv_block_shape(block_size))
-            caches.append(torch.zeros(shape, dtype=decoder.kv_dtype))
-            decoder.bind(caches[-1])
+            decoder.bind(torch.zeros(shape, dtype=decoder.kv_dtype))
         runs = [
             pool.submit(run_follower, decoder, group)
             for decoder, group in zip(decoders[1:], groups[1:], strict=True)
         ]
         model = TensorParallel(decoders[0], groups[0])
         try:
-            yield model, lambda: caches
+            yield model
         finally:
             model.close()
             for run in runs:
