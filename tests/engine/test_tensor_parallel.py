@@ -42,6 +42,8 @@ CASES = [
     (4, "qwen3", {}),
     (4, "phi3-partial", {}),
     (4, "mixtral", {}),
+    (2, "deepseek-v2", {}),
+    (4, "deepseek-v3", {}),
 ]
 
 
