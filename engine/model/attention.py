@@ -42,7 +42,10 @@ class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), absorbed: the matrices that
     would read keys and values of a head out of the latent are applied to its query and to its
     output instead. What is cached is one row a token, the latent and then the key with rope that
-    all heads share; to a backend it looks like one KV head whose value is the latent."""
+    all heads share; to a backend it looks like one KV head whose value is the latent.
+
+    Prompts too: with DeepSeek-V2-Lite's heads on a CPU this is faster than making keys and values
+    up to chunks of 128 tokens, and 1.3 to 1.4 times slower in chunks of 512 to 2048."""
 
     projections: ClassVar[tuple[str, ...]] = ("q_a", "q_b", "kv_a", "o")
 
