@@ -35,14 +35,23 @@ class _KeyedError(ValueError):
 class SpeculativeConfig(_Section):
     """Guesses checked in one step of decode workers; the output does not change."""
 
-    method: Literal["ngram"]
+    method: Literal["ngram", "draft_model"]
+    # Of draft_model: what guesses, named like the deployment's own model.
+    model: Annotated[str, Field(min_length=1)] | None = None
     num_tokens: Annotated[int, Field(ge=1, le=16)] = 4
-    # Lengths of the repeated ends that are looked for.
+    # Of ngram: lengths of the repeated ends that are looked for.
     prompt_lookup_min: Annotated[int, Field(ge=1, le=16)] = 2
     prompt_lookup_max: Annotated[int, Field(ge=1, le=16)] = 4
 
     @model_validator(mode="after")
-    def _lengths_fit(self) -> "SpeculativeConfig":
+    def _fits_its_method(self) -> "SpeculativeConfig":
+        if self.method == "draft_model" and self.model is None:
+            raise _KeyedError(
+                ("model",), "missing, draft_model needs a model that guesses, for example a "
+                "smaller one of the same family",
+            )  # fmt: skip
+        if self.method == "ngram" and self.model is not None:
+            raise _KeyedError(("model",), "unknown key of method ngram, which needs no model")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise _KeyedError(
                 ("prompt_lookup_min",),

@@ -11,11 +11,12 @@ from core.config import EngineConfig
 from core.errors import EngineError, RankLostError, RequestError
 from core.types import FinishReason, GenerationRequest, KVBlockCounts, TokenLogprobs
 from engine.block_pool import BlockPool
+from engine.draft import DraftProposer
 from engine.grammar import Matcher
 from engine.sampler import Sampler, score
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence, SequenceState, check_request, check_token_ids
-from engine.speculative import NgramProposer
+from engine.speculative import NgramProposer, Proposer, Speculation
 from engine.staging import Staging
 from engine.step import prepare
 from engine.types import EngineStats, Model, SequenceOutput
@@ -45,8 +46,15 @@ class Engine:
     """
 
     def __init__(
-        self, model: Model, config: EngineConfig, num_kv_blocks: int, device: str = "cpu"
+        self,
+        model: Model,
+        config: EngineConfig,
+        num_kv_blocks: int,
+        device: str = "cpu",
+        draft: Model | None = None,
     ) -> None:
+        """`draft` is the model of `speculative.method: draft_model`; without it nothing is
+        guessed, as on a worker that only prefills."""
         block_shape = model.kv_block_shape(config.block_size)
         self.kv_cache = torch.zeros(
             (num_kv_blocks, *block_shape), dtype=model.kv_dtype, device=device
@@ -58,25 +66,41 @@ class Engine:
             num_kv_blocks * config.block_size,
         )
         self.pool = BlockPool(num_kv_blocks, config.enable_prefix_caching)
-        speculative = config.speculative
-        self._proposer = NgramProposer(speculative) if speculative is not None else None
-        self.scheduler = Scheduler(
-            config, self.pool, self._propose if self._proposer is not None else None
-        )
+        self._vocab_size = model.config.vocab_size
+        self._speculation = self._make_speculation(config, draft)
+        propose = self._speculation.propose if self._speculation is not None else None
+        self.scheduler = Scheduler(config, self.pool, propose)
         self.made_progress = False  # whether the last step did anything at all
         self._sampler = Sampler()
         self._staging = Staging(
             self.kv_cache.device, torch.int64, 3 * config.max_num_batched_tokens
         )
         self.model = model
-        self._vocab_size = model.config.vocab_size
         self._sequences: dict[str, Sequence] = {}
         self._arrivals = itertools.count()
         self._early: list[SequenceOutput] = []  # outputs of the next step, known before it
         self._num_prefilled = 0
         self._num_decoded = 0
-        self._num_drafted = 0
-        self._num_accepted = 0
+
+    def _make_speculation(self, config: EngineConfig, draft: Model | None) -> Speculation | None:
+        setting = config.speculative
+        if setting is None:
+            return None
+        proposer: Proposer
+        if setting.method == "ngram":
+            proposer = NgramProposer(setting)
+        elif draft is None:
+            return None
+        else:
+            proposer = DraftProposer(
+                draft,
+                self.pool.num_blocks,
+                config.block_size,
+                self._vocab_size,
+                self.kv_cache.device,
+                config.enable_prefix_caching,
+            )
+        return Speculation(proposer, setting.num_tokens, self.max_model_len)
 
     # ------------------------------------------------------------ requests in
 
@@ -153,7 +177,7 @@ class Engine:
         return len(self.scheduler.running)
 
     def stats(self) -> EngineStats:
-        scheduler = self.scheduler
+        scheduler, speculation = self.scheduler, self._speculation
         return EngineStats(
             requests_running=len(scheduler.running) + len(scheduler.awaiting),
             requests_waiting=len(scheduler.waiting) + len(scheduler.waiting_remote),
@@ -162,8 +186,9 @@ class Engine:
             tokens_decoded_total=self._num_decoded,
             prefix_hit_tokens_total=scheduler.num_hit_tokens,
             preemptions_total=scheduler.num_preemptions,
-            tokens_drafted_total=self._num_drafted,
-            tokens_draft_accepted_total=self._num_accepted,
+            tokens_drafted_total=speculation.num_drafted if speculation else 0,
+            tokens_draft_accepted_total=speculation.num_accepted if speculation else 0,
+            draft_pauses_total=speculation.num_pauses if speculation else 0,
         )
 
     def block_counts(self) -> KVBlockCounts:
@@ -269,15 +294,17 @@ class Engine:
         """One sample for the last token and one for each that was guessed to follow it. They
         count as long as the guess before them was right."""
         draft, seq.draft = seq.draft, []
-        self._num_drafted += len(draft)
+        num_accepted = 0
         for index, sample in enumerate(samples):
             self.scheduler.advance(seq, 1)  # of the last token, or of a right guess
             self._num_decoded += 1
             goes_on = self._emit(seq, sample, outputs)
             is_guessed = index < len(draft) and sample[0] == draft[index]
-            self._num_accepted += is_guessed
+            num_accepted += is_guessed
             if not goes_on or not is_guessed:
-                return
+                break
+        if draft and self._speculation is not None:
+            self._speculation.observe(seq, len(draft), num_accepted)
 
     def _emit(self, seq: Sequence, sample: _Sample, outputs: dict[str, SequenceOutput]) -> bool:
         """Adds one sampled token; False if the sequence computes nothing more."""
@@ -304,15 +331,6 @@ class Engine:
         else:
             return True
         return False
-
-    def _propose(self, seq: Sequence, limit: int) -> list[int]:
-        """No guess goes where a plain step would not: the last token needs none."""
-        assert self._proposer is not None
-        left = min(
-            seq.sampling.max_tokens - seq.num_output_tokens,
-            self.max_model_len - len(seq.token_ids),
-        )
-        return self._proposer.propose(seq, min(limit, left - 1))
 
     # ---------------------------------------------------------------- helpers
 

@@ -45,8 +45,8 @@ class Sampler:
     ) -> SamplerOutput:
         """`logits`: float32 [num_rows, vocab_size], left as they are. A row with `drafted` tokens
         is sampled as if its sequence had got them already; rows of one sequence lie together,
-        the one with most drafted tokens last, and each drafts what the one before it does and
-        one more."""
+        the one with most drafted tokens last, and each after the first drafts what the one
+        before it does and one more."""
         drafted = drafted or [()] * len(sequences)
         raw = logits
         adjusted = [row for row, seq in enumerate(sequences) if _adjusts(seq.sampling)]
@@ -188,7 +188,8 @@ def _hold_to_grammars(
     forbidden = torch.zeros_like(logits, dtype=torch.bool)
     for seq, rows in held.values():
         assert seq.matcher is not None
-        forbidden[rows] = ~seq.matcher.allowed(drafted[rows[-1]]).to(logits.device)
+        allowed = seq.matcher.allowed(drafted[rows[-1]])[-len(rows) :]
+        forbidden[rows] = ~allowed.to(logits.device)
     return logits.masked_fill(forbidden, -torch.inf)
 
 

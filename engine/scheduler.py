@@ -13,8 +13,11 @@ from core.errors import EngineError
 from engine.block_pool import BlockPool, Owner
 from engine.sequence import Sequence, SequenceState
 
-# Guesses at most so many tokens that may follow a sequence.
-Propose = Callable[[Sequence, int], list[int]]
+# Gives a sequence blocks for so many guesses behind its last token, and says for how many it has.
+MakeRoom = Callable[[Sequence, int], int]
+# Sets the `draft` of each of these sequences, which all decode, and returns how many tokens of
+# the given budget that takes. It makes room before it guesses, or cuts the guess after.
+Propose = Callable[[list[Sequence], int, MakeRoom], int]
 # Tokens of a step whose logits are all wanted, about: [256, 128k] float32 are 128 MB.
 MAX_SCORED_TOKENS = 256
 
@@ -102,21 +105,21 @@ class Scheduler:
         return budget
 
     def _add_drafts(self, plan: StepPlan, budget: int, propose: Propose) -> int:
-        """Lets sequences that decode guess as far as budget and blocks allow: nobody is
-        preempted, and no reserve used, for a guess."""
-        for index, (seq, _) in enumerate(plan.steps):
-            seq.draft = propose(seq, budget)
-            has_slots = len(seq.block_table) * self._block_size - seq.num_computed_tokens - 1
-            missing = -(-(len(seq.draft) - has_slots) // self._block_size)
-            if missing > 0:
-                if self.pool.num_free - missing >= self._num_reserved():
-                    seq.block_table += self.pool.allocate(missing, Owner.RUNNING)
-                else:
-                    del seq.draft[has_slots:]
-            plan.steps[index] = (seq, 1 + len(seq.draft))
-            budget -= len(seq.draft)
+        """Lets sequences that decode guess as far as budget and blocks allow."""
+        budget -= propose([seq for seq, _ in plan.steps], budget, self._make_room)
+        plan.steps = [(seq, 1 + len(seq.draft)) for seq, _ in plan.steps]
         plan.steps.sort(key=lambda step: step[1] > 1)  # stable
         return budget
+
+    def _make_room(self, seq: Sequence, num_guesses: int) -> int:
+        """Nobody is preempted, and no reserve used, for a guess."""
+        num_slots = len(seq.block_table) * self._block_size - seq.num_computed_tokens - 1
+        missing = -(-(num_guesses - num_slots) // self._block_size)
+        if missing > 0:
+            if self.pool.num_free - missing < self._num_reserved():
+                return num_slots
+            seq.block_table += self.pool.allocate(missing, Owner.RUNNING)
+        return num_guesses
 
     def _schedule_prefills(self, plan: StepPlan, budget: int) -> int:
         for seq in self.running:
@@ -274,6 +277,7 @@ class Scheduler:
         seq.block_table = []
         seq.num_computed_tokens = seq.num_prefill_tokens = 0
         seq.num_cached_tokens = seq.num_registered_blocks = 0
+        seq.proposer_state = None  # it may speak of the blocks
 
     # ---------------------------------------------------------------- gauges
 

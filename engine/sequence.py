@@ -55,7 +55,9 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     sampler_state: Any = None  # the sampler's own; survives preemption
     draft: list[int] = field(default_factory=list)  # guessed tokens of the step that runs
-    draft_history: Any = None  # the proposer's own
+    proposer_state: Any = None  # the proposer's own, as long as the sequence has its blocks
+    num_failed_drafts: int = 0  # in a row, without one right token
+    num_paused_steps: int = 0  # that it still does without a draft
     # Of the prompt's logprobs, the first so many (from its second token on) are done.
     num_prompt_logprobs: int = 0
     matcher: Matcher | None = None  # has accepted every output token; survives preemption

@@ -45,6 +45,7 @@ class EngineStats:
     preemptions_total: int
     tokens_drafted_total: int
     tokens_draft_accepted_total: int
+    draft_pauses_total: int
 
 
 class ModelLimits(Protocol):

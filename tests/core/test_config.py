@@ -88,7 +88,15 @@ def test_wrong_keys(text, message):
         ),
         (
             "model: a\nengine: {speculative: {method: magic}}",
-            "c.yaml:2: engine.speculative.method: expected 'ngram', got 'magic'",
+            "c.yaml:2: engine.speculative.method: expected 'ngram' or 'draft_model', got",
+        ),
+        (
+            "model: a\nengine:\n  speculative: {method: draft_model}",
+            "c.yaml:3: engine.speculative.model: missing, draft_model needs",
+        ),
+        (
+            "model: a\nengine:\n  speculative: {method: ngram, model: b}",
+            "c.yaml:3: engine.speculative.model: unknown key of method ngram",
         ),
         (
             "model: a\nengine:\n  speculative: {method: ngram, prompt_lookup_min: 9}",

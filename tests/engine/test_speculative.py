@@ -11,7 +11,7 @@ from core.model_files import resolve_model
 from core.types import FinishReason, TokenLogprobs
 from engine.engine import Engine
 from engine.model.load import load_model
-from engine.speculative import _lookup
+from engine.speculative import Speculation, _lookup, usable_prefix
 from support.byte_tokenizer import EOS, VOCAB_SIZE
 from support.grammars import matcher_of, regex
 from support.mock_model import MockModel, make_request
@@ -34,18 +34,24 @@ KINDS = {
 class Guesser:
     """Knows the outputs, and is wrong in a share of its tokens."""
 
-    def __init__(self, answers: dict[str, list[int]], num_tokens: int, wrong: float) -> None:
+    def __init__(self, answers: dict[str, list[int]], wrong: float) -> None:
         self.answers = answers
-        self.num_tokens = num_tokens
         self.wrong = wrong
         self.dice = random.Random(3)
 
-    def propose(self, seq, limit: int) -> list[int]:
+    def propose(self, wants, budget: int, make_room) -> int:
+        for seq, limit in wants:
+            draft = self._guess(seq, min(limit, budget))
+            seq.draft = draft[: make_room(seq, len(draft))]
+            budget -= len(seq.draft)
+        return sum(len(seq.draft) for seq, _ in wants)
+
+    def _guess(self, seq, limit: int) -> list[int]:
         count = seq.num_output_tokens
-        draft = self.answers[seq.request_id][count : count + max(0, min(limit, self.num_tokens))]
+        draft = self.answers[seq.request_id][count : count + limit]
         draft = [self.dice.randrange(VOCAB_SIZE) if self.dice.random() < self.wrong else token
                  for token in draft]  # fmt: skip
-        return draft if seq.matcher is None else seq.matcher.valid_prefix(draft)
+        return usable_prefix(seq, draft)
 
 
 def make_engine(num_kv_blocks: int = 64, **config: object) -> Engine:
@@ -81,8 +87,9 @@ def run(engine: Engine, pattern: str = "", **sampling: object) -> tuple[Result, 
 
 def run_guessing(result: Result, num_tokens: int, wrong: float, engine: Engine, **kind: object):
     answers = {name: tokens for name, (tokens, _, _) in result.items()}
-    engine._proposer = Guesser(answers, num_tokens, wrong)
-    engine.scheduler._propose = engine._propose
+    guesser = Guesser(answers, wrong)
+    engine._speculation = Speculation(guesser, num_tokens, engine.max_model_len)
+    engine.scheduler._propose = engine._speculation.propose
     return run(engine, **kind)
 
 
