@@ -64,6 +64,9 @@ def _check(options: UpOptions, reporter: Reporter) -> _Checked:
     reporter.doing(f"Looking for model {config.model}")
     model = resolve_model(config.model, progress=reporter.doing)
     reporter.done(f"Model {model.name} at {model.path}")
+    for name in {config.draft_model_of(pool) for pool in config.active_pools} - {None}:
+        draft = resolve_model(str(name), progress=reporter.doing)
+        reporter.done(f"Draft model {draft.name} at {draft.path}")
     if config.ray.address is None:
         from cluster.sizing import check_memory
 

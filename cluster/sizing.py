@@ -1,13 +1,15 @@
 """What each worker gets of the host it shares: threads, memory for KV blocks. And whether the
 whole deployment fits, asked before anything is loaded."""
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from core.config import Config, PoolConfig
-from core.errors import ConfigError
+from core.errors import ConfigError, ModelError
 from core.host import default_kv_memory
+from core.model_files import resolve_model
 
 GIB = 1 << 30
 WORKER_OVERHEAD_BYTES = 600 << 20  # interpreter, torch, activations; measured 450 to 600 MB
@@ -72,19 +74,33 @@ def weights_bytes(path: Path, dtype: str) -> int:
     return int(stored * growth)
 
 
+def pool_weights_bytes(config: Config, pool: str, model_path: Path) -> int:
+    """About what one worker of a pool loads: the model, and one that guesses for it if that is
+    on this machine already."""
+    total, name = weights_bytes(model_path, config.dtype), config.draft_model_of(pool)
+    if name is not None:
+        with contextlib.suppress(ModelError):
+            draft = resolve_model(name, download=False)
+            total += weights_bytes(draft.path, config.dtype)
+    return total
+
+
 def check_memory(config: Config, model_path: Path, available_bytes: int) -> None:
     """Raises ConfigError if a local deployment cannot fit into the available memory. An estimate
     that errs on the small side: it stops what cannot work, and lets through what may."""
     workers = num_workers(config)
     if any(getattr(config.pools, name).resources.get("GPU") for name in config.active_pools):
         return
-    weights = weights_bytes(model_path, config.dtype)
     kv = default_kv_memory(workers)
-    needed = workers * (weights + kv + WORKER_OVERHEAD_BYTES) + RAY_OVERHEAD_BYTES
+    weights = {name: pool_weights_bytes(config, name, model_path) for name in config.active_pools}
+    sizes = {name: size + kv + WORKER_OVERHEAD_BYTES for name, size in weights.items()}
+    needed = RAY_OVERHEAD_BYTES + sum(
+        getattr(config.pools, name).replicas * size for name, size in sizes.items()
+    )
     if needed > available_bytes:
         raise ConfigError(
             f"too little memory: {workers} worker{'s' * (workers != 1)} of about "
-            f"{(weights + kv + WORKER_OVERHEAD_BYTES) / GIB:.1f} GiB (weights {weights / GIB:.1f}, "
+            f"{max(sizes.values()) / GIB:.1f} GiB (weights {max(weights.values()) / GIB:.1f}, "
             f"KV blocks {kv / GIB:.1f}) and Ray need about {needed / GIB:.1f} GiB, "
             f"{available_bytes / GIB:.1f} GiB are available"
         )
@@ -93,7 +109,7 @@ def check_memory(config: Config, model_path: Path, available_bytes: int) -> None
 def check_room(config: Config, model_path: Path, num_new: int, available_bytes: int) -> None:
     """Raises ConfigError if so many more workers of a local deployment do not fit."""
     needed = num_new * (
-        weights_bytes(model_path, config.dtype)
+        max(pool_weights_bytes(config, name, model_path) for name in config.active_pools)
         + default_kv_memory(num_workers(config))
         + WORKER_OVERHEAD_BYTES
     )

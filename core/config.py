@@ -185,6 +185,11 @@ class Config(_Section):
             location, message = _first(error, values)
             raise _KeyedError(("pools", pool, "engine", *location), message) from error
 
+    def draft_model_of(self, pool: str) -> str | None:
+        """Which model guesses on the workers of a pool, if one does."""
+        speculative = self.engine_for(pool).speculative
+        return None if pool == "prefill" or speculative is None else speculative.model
+
     @property
     def active_pools(self) -> tuple[str, ...]:
         return ("colocated",) if self.mode == "colocated" else ("prefill", "decode")

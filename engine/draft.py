@@ -6,9 +6,13 @@
 
 import logging
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 
+from core.errors import ModelError
+from core.model_files import ModelFiles
+from core.vocabulary import load_vocabulary
 from engine.attention.base import StepBatch
 from engine.sampler import Sampler
 from engine.scheduler import MakeRoom
@@ -18,6 +22,18 @@ from engine.staging import Staging
 from engine.types import Model
 
 logger = logging.getLogger(__name__)
+
+
+def require_same_vocabulary(target: ModelFiles, draft: ModelFiles) -> None:
+    """Raises ModelError unless each token id means the same to both models. A table that is
+    padded to another size does not matter."""
+    ours, theirs = load_vocabulary(target), load_vocabulary(draft)
+    for index, (our, their) in enumerate(zip_longest(ours.tokens, theirs.tokens, fillvalue=b"")):
+        if our != their:
+            raise ModelError(
+                f"draft model {draft.name} has another vocabulary than {target.name}: token "
+                f"{index} is {their!r}, not {our!r}; speculative.model must be of the same family"
+            )
 
 
 @dataclass(slots=True)

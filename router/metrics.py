@@ -32,10 +32,14 @@ _WORKER_COUNTERS = (
     ("transfers_failed_total", "pdserve_worker_transfers_failed", "Hand-overs that failed"),
     ("rdma_fallbacks_total", "pdserve_worker_rdma_fallbacks", "TCP where UCX_TLS asks for RDMA"),
     ("prefix_hit_tokens_total", "pdserve_worker_prefix_hit_tokens", "Prompt tokens found cached"),
-    ("tokens_drafted_total", "pdserve_worker_tokens_drafted", "Proposed by speculative decoding"),
-    ("tokens_draft_accepted_total", "pdserve_worker_tokens_draft_accepted", "Of those, accepted"),
     ("preemptions_total", "pdserve_worker_preemptions", "Sequences preempted"),
     ("aborts_total", "pdserve_worker_aborts", "Sequences aborted"),
+)
+# Also by the method of speculative decoding, of workers that have one.
+_DRAFT_COUNTERS = (
+    ("tokens_drafted_total", "pdserve_worker_tokens_drafted", "Proposed by speculative decoding"),
+    ("tokens_draft_accepted_total", "pdserve_worker_tokens_draft_accepted", "Of those, accepted"),
+    ("draft_pauses_total", "pdserve_worker_draft_pauses", "Sequences that paused their guesses"),
 )
 
 
@@ -237,6 +241,10 @@ class _WorkerCollector(Collector):
             (field, CounterMetricFamily(name, help, labels=labels))
             for field, name, help in _WORKER_COUNTERS
         ]
+        draft_counters = [
+            (field, CounterMetricFamily(name, help, labels=[*labels, "method"]))
+            for field, name, help in _DRAFT_COUNTERS
+        ]
         for worker in self._workers.workers.values():
             own = [worker.id, worker.role.value]
             ready.add_metric(own, worker.is_ready)
@@ -250,4 +258,8 @@ class _WorkerCollector(Collector):
             waiting.add_metric(own, status.requests_waiting)
             for field, family in counters:
                 family.add_metric(own, getattr(status, field))
-        yield from (ready, flying, blocks, running, waiting, *(family for _, family in counters))
+            method = status.speculative_method
+            for field, family in draft_counters if method else ():
+                family.add_metric([*own, method], getattr(status, field))
+        families = [family for _, family in (*counters, *draft_counters)]
+        yield from (ready, flying, blocks, running, waiting, *families)

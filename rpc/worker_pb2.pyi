@@ -109,7 +109,7 @@ class WatchStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("state", "kv_blocks", "requests_running", "requests_waiting", "tokens_prefilled_total", "tokens_decoded_total", "prefix_hit_tokens_total", "kv_bytes_sent_total", "kv_bytes_received_total", "transfers_ok_total", "transfers_failed_total", "transport", "waiting_prefill_tokens", "seconds_since_progress", "preemptions_total", "aborts_total", "tokens_drafted_total", "tokens_draft_accepted_total", "rdma_fallbacks_total")
+    __slots__ = ("state", "kv_blocks", "requests_running", "requests_waiting", "tokens_prefilled_total", "tokens_decoded_total", "prefix_hit_tokens_total", "kv_bytes_sent_total", "kv_bytes_received_total", "transfers_ok_total", "transfers_failed_total", "transport", "waiting_prefill_tokens", "seconds_since_progress", "preemptions_total", "aborts_total", "tokens_drafted_total", "tokens_draft_accepted_total", "rdma_fallbacks_total", "speculative_method", "draft_pauses_total")
     STATE_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +129,8 @@ class WorkerStatus(_message.Message):
     TOKENS_DRAFTED_TOTAL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_DRAFT_ACCEPTED_TOTAL_FIELD_NUMBER: _ClassVar[int]
     RDMA_FALLBACKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    SPECULATIVE_METHOD_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_PAUSES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     kv_blocks: KvBlockCounts
     requests_running: int
@@ -148,7 +150,9 @@ class WorkerStatus(_message.Message):
     tokens_drafted_total: int
     tokens_draft_accepted_total: int
     rdma_fallbacks_total: int
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., kv_blocks: _Optional[_Union[KvBlockCounts, _Mapping]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_prefilled_total: _Optional[int] = ..., tokens_decoded_total: _Optional[int] = ..., prefix_hit_tokens_total: _Optional[int] = ..., kv_bytes_sent_total: _Optional[int] = ..., kv_bytes_received_total: _Optional[int] = ..., transfers_ok_total: _Optional[int] = ..., transfers_failed_total: _Optional[int] = ..., transport: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., seconds_since_progress: _Optional[float] = ..., preemptions_total: _Optional[int] = ..., aborts_total: _Optional[int] = ..., tokens_drafted_total: _Optional[int] = ..., tokens_draft_accepted_total: _Optional[int] = ..., rdma_fallbacks_total: _Optional[int] = ...) -> None: ...
+    speculative_method: str
+    draft_pauses_total: int
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., kv_blocks: _Optional[_Union[KvBlockCounts, _Mapping]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_prefilled_total: _Optional[int] = ..., tokens_decoded_total: _Optional[int] = ..., prefix_hit_tokens_total: _Optional[int] = ..., kv_bytes_sent_total: _Optional[int] = ..., kv_bytes_received_total: _Optional[int] = ..., transfers_ok_total: _Optional[int] = ..., transfers_failed_total: _Optional[int] = ..., transport: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., seconds_since_progress: _Optional[float] = ..., preemptions_total: _Optional[int] = ..., aborts_total: _Optional[int] = ..., tokens_drafted_total: _Optional[int] = ..., tokens_draft_accepted_total: _Optional[int] = ..., rdma_fallbacks_total: _Optional[int] = ..., speculative_method: _Optional[str] = ..., draft_pauses_total: _Optional[int] = ...) -> None: ...
 
 class KvBlockCounts(_message.Message):
     __slots__ = ("total", "free", "cached", "running", "held", "awaiting")

@@ -10,9 +10,10 @@ import torch
 from core.config import EngineConfig
 from core.errors import ConfigError, ModelError
 from core.host import default_kv_memory
-from core.model_files import ModelFiles
+from core.model_files import ModelFiles, resolve_model
 from core.worker_settings import WorkerSettings
 from engine.attention.base import StepBatch
+from engine.draft import require_same_vocabulary
 from engine.engine import Engine
 from engine.model.decoder import Decoder
 from engine.model.load import load_model
@@ -41,6 +42,7 @@ def build_engine(
         kv_cache_dtype=config.kv_cache_dtype,
         attention=config.attention,
     )
+    draft = load_draft(settings, files, model, device, progress)
     num_blocks = config.num_kv_blocks
     if num_blocks is None:
         if device == "cuda":
@@ -48,10 +50,38 @@ def build_engine(
             memory = gpu_kv_memory(model, config)
         else:
             memory = settings.kv_memory_bytes or default_kv_memory()
-        num_blocks = blocks_in(memory, model, config)
-    megabytes = num_blocks * block_bytes(model, config) / 1e6
+        num_blocks = blocks_in(memory, model, config, draft)
+    megabytes = num_blocks * block_bytes(model, config, draft) / 1e6
     progress(f"KV cache: {num_blocks} blocks, {megabytes:.0f} MB on {device}")
-    return Engine(model, config, num_blocks, device), model
+    return Engine(model, config, num_blocks, device, draft), model
+
+
+def load_draft(
+    settings: WorkerSettings,
+    target_files: ModelFiles,
+    target: Decoder,
+    device: str,
+    progress: Callable[[str], None],
+) -> Decoder | None:
+    """The model of `speculative.method: draft_model`, in the target's types; None where there is
+    none, or nothing is decoded. Raises ModelError."""
+    config, name = settings.engine, settings.config.draft_model_of(settings.role.value)
+    if name is None:
+        return None
+    files = resolve_model(name, progress=progress)
+    require_same_vocabulary(target_files, files)
+    draft = load_model(
+        files,
+        settings.config.dtype,
+        device=device,
+        progress=lambda text: progress(f"draft model: {text}"),
+        max_model_len=config.max_model_len,
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
+    )
+    sizes = draft.config.vocab_size, target.config.vocab_size
+    logger.info("draft model %s, %d of %d token ids", files.name, *sizes)
+    return draft
 
 
 def choose_device(config: EngineConfig) -> str:
@@ -67,16 +97,20 @@ def choose_device(config: EngineConfig) -> str:
     return "cuda"
 
 
-def block_bytes(model: Decoder, config: EngineConfig) -> int:
-    return math.prod(model.kv_block_shape(config.block_size)) * model.kv_dtype.itemsize
+def block_bytes(model: Decoder, config: EngineConfig, draft: Decoder | None = None) -> int:
+    """Of one KV block, and of the draft model's beside it."""
+    size = math.prod(model.kv_block_shape(config.block_size)) * model.kv_dtype.itemsize
+    return size if draft is None else size + block_bytes(draft, config)
 
 
-def blocks_in(memory: int, model: Decoder, config: EngineConfig) -> int:
+def blocks_in(
+    memory: int, model: Decoder, config: EngineConfig, draft: Decoder | None = None
+) -> int:
     """How many KV blocks so many bytes hold, and no more than could ever be used. Raises
     ModelError where that is too few for any work."""
     max_len = min(config.max_model_len or model.config.max_model_len, _LONGEST_USEFUL)
     useful = config.max_num_seqs * -(-max_len // config.block_size)
-    size = block_bytes(model, config)
+    size = block_bytes(model, config, draft)
     num_blocks = max(0, min(useful, memory // size))
     if num_blocks * config.block_size < min(max_len, _FEWEST_TOKENS):
         raise ModelError(

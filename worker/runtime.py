@@ -249,6 +249,11 @@ class WorkerRuntime:
             await self._take_snapshot()
             await asyncio.sleep(_STATUS_SECONDS)
 
+    @property
+    def _speculative_method(self) -> str:
+        speculative = self.settings.engine.speculative
+        return "" if speculative is None else speculative.method
+
     def status(self) -> pb.WorkerStatus:
         assert self._snapshot is not None
         stats, blocks = self._snapshot
@@ -264,6 +269,8 @@ class WorkerRuntime:
             preemptions_total=stats.preemptions_total,
             tokens_drafted_total=stats.tokens_drafted_total,
             tokens_draft_accepted_total=stats.tokens_draft_accepted_total,
+            draft_pauses_total=stats.draft_pauses_total,
+            speculative_method=self._speculative_method,
             kv_bytes_sent_total=self.kv_bytes_sent,
             kv_bytes_received_total=self.kv_bytes_received,
             transfers_ok_total=self.transfers_ok,

@@ -187,19 +187,23 @@ def test_the_prefix_cache_serves_the_draft_too(make_engine):
     assert rate(engine) == 1.0
 
 
+@pytest.mark.parametrize("pattern", [None, "[a-e]{28}z?"])
 @pytest.mark.parametrize("budget", [7, 64])
-def test_after_a_hand_over_the_draft_reads_the_prompt_itself(make_engine, budget):
-    request = make_request("r", range(21), max_tokens=30)
+def test_after_a_hand_over_the_draft_reads_the_prompt_itself(make_engine, budget, pattern):
+    grammar = regex(pattern) if pattern else None
+    request = make_request("r", range(21), max_tokens=30, grammar=grammar,
+                           stop_token_ids=(EOS,))  # fmt: skip
+    matchers = [matcher_of(grammar) if grammar else None for _ in range(2)]
     expected = generate(make_engine(), request)["r"]
     source, target = (
         make_engine(),
         make_engine(MockModel(VOCAB_SIZE), max_num_batched_tokens=budget),
     )
-    source.add_prefill(request)
+    source.add_prefill(request, matchers[0])
     tokens: dict[str, list[int]] = {}
     while not source.is_held("r"):
         collect(tokens, source.step())
-    target.add_remote(request)
+    target.add_remote(request, matchers[1])
     (admitted,) = target.step()
     assert admitted.block_table is not None
     target.kv_cache[admitted.block_table] = source.kv_cache[source.block_table("r")]

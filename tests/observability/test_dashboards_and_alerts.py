@@ -38,6 +38,8 @@ def _expressions() -> Iterator[str]:
 async def scraped() -> dict[str, set[str]]:
     """Labels by sample name, from a router that has seen a bit of everything."""
     async with running("router.slo.ttft=60") as it:
+        it.worker("decode-0").status.speculative_method = "ngram"
+        it.worker("decode-0").report()
         faults = iter([Fault("error", 2, UnavailableError("no power"))])
         it.worker("decode-0").next_fault = lambda: next(faults, None)
         await it.complete("hello", max_tokens=4)
