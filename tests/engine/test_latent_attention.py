@@ -87,19 +87,6 @@ def test_the_shared_key_and_the_latent_have_a_scale_each(name: Any) -> None:
         assert torch.equal(back[..., at], part.decode(part.encode(x[..., at])))
 
 
-def test_a_prefix_hit_equals_a_miss(tiny: Any) -> None:
-    reference, files = tiny
-    runner = PagedRunner(load_model(files, "float32"))
-    ids = random_ids(16)
-    runner.step({"first": ids})
-    for hit in (4, 12, 15):
-        runner.block_tables[f"hit{hit}"] = list(runner.block_tables["first"])
-        runner.lengths[f"hit{hit}"] = hit
-        logits = runner.step({f"hit{hit}": ids[hit:]})
-        expected = reference_logits(reference, ids)[hit:]
-        torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
-
-
 def test_another_layout_of_a_row_is_refused(tiny: Any) -> None:
     ours = load_model(tiny[1], "float32").compatibility()
     assert (ours["kv_row"], ours["num_kv_heads"], ours["head_dim"]) == ("latent 32", "1", "40")

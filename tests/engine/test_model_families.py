@@ -79,22 +79,6 @@ def test_a_mixed_batch_equals_one_by_one(pair: Any) -> None:
     torch.testing.assert_close(logits, torch.cat(expected), atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("pair", ["llama", "mistral", "gemma3"], indirect=True)
-def test_a_prefix_hit_equals_a_miss(pair: Any) -> None:
-    """A second sequence shares full blocks of the first and computes at least its last token."""
-    reference, files = pair
-    runner = PagedRunner(load_model(files, "float32"))
-    ids = random_ids(16)
-    runner.step({"first": ids})
-    for hit in (4, 12, 15):  # 15: everything is cached, the last token is computed again
-        name = f"hit{hit}"
-        runner.block_tables[name] = list(runner.block_tables["first"])
-        runner.lengths[name] = hit
-        logits = runner.step({name: ids[hit:]})
-        expected = reference_logits(reference, ids)[hit:]
-        torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
-
-
 def test_only_the_rows_asked_for_have_logits(tmp_path: Path) -> None:
     model = load_model(save_tiny(make_tiny("llama"), tmp_path), "float32")
     runner = PagedRunner(model)
@@ -176,7 +160,16 @@ def test_scaled_rope_equals_transformers_far_beyond_the_threshold(
 
 @pytest.mark.parametrize(
     "name",
-    ["llama3-rope", "qwen2-yarn", "llama-linear", "phi3-longrope", "deepseek-v2", "deepseek-v3"],
+    [
+        "llama3-rope",
+        "qwen2-yarn",
+        "llama-linear",
+        "phi3-longrope",
+        "phi4-mini",
+        "gemma3",
+        "deepseek-v2",
+        "deepseek-v3",
+    ],
 )
 def test_logits_at_eight_times_the_original_length(tmp_path: Path, name: str) -> None:
     reference = make_tiny(name)

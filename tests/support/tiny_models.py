@@ -117,6 +117,18 @@ FAMILY_CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
         transformers.Phi3Config,
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
     ),
+    "phi4-mini": (
+        transformers.Phi3Config,
+        {
+            "rope_parameters": {
+                **LONGROPE,
+                "partial_rotary_factor": 0.75,
+                **{f"{n}_factor": LONGROPE[f"{n}_factor"][:6] for n in ("short", "long")},
+            },
+            "original_max_position_embeddings": 16,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-moe": (
         transformers.Qwen3MoeConfig,
