@@ -52,6 +52,7 @@ class _Chunk:
     end: int
     prefix: int
     pieces: torch.Tensor | None  # as in _DecodeGroup; None: no prefix, keys are at hand
+    table: torch.Tensor  # int64 [blocks]
 
 
 class TorchPagedAttention(AttentionBackend):
@@ -84,7 +85,9 @@ class TorchPagedAttention(AttentionBackend):
         self._cache = kv_cache
         # A cache that is not what the model computes in has queries of another type.
         is_plain = self._format.compute_dtype == kv_cache.dtype
-        self._has_native = is_plain and self._has_values and native.can_attend(kv_cache, num_heads)
+        self._has_native = is_plain and self._has_values and native.can_attend(kv_cache)
+        if self._has_native:
+            self._caches = [native.LayerCache(kv_cache, i) for i in range(num_layers)]
         self._device = kv_cache.device
         self._dtype = self._format.compute_dtype
         heads = torch.arange(self._pieces_per_layer, device=self._device)
@@ -105,9 +108,10 @@ class TorchPagedAttention(AttentionBackend):
             table = batch.block_tables[i]
             prefix = seq_len - query_len
             if i >= batch.num_decodes:
-                pieces = self._piece_index([table[: -(-seq_len // size)]]) if prefix else None
-                start = len(slots)
-                self._chunks.append(_Chunk(start, start + query_len, prefix, pieces))
+                used = table[: -(-seq_len // size)]
+                pieces = self._piece_index([used]) if prefix else None
+                start, blocks = len(slots), torch.tensor(used)
+                self._chunks.append(_Chunk(start, start + query_len, prefix, pieces, blocks))
             # A slot's number in layer 0, head 0: which piece, and where in it.
             step = self._pieces_per_block * size
             slots.extend(table[p // size] * step + p % size for p in range(prefix, seq_len))
@@ -171,8 +175,8 @@ class TorchPagedAttention(AttentionBackend):
         if self._has_native and layer.logit_softcap is None:
             if self._native_plan is None:
                 self._native_plan = self._plan_native()
-            return native.decode_attention_bf16(
-                query, self._cache, layer.index, *self._native_plan, layer.sliding_window,
+            return native.decode_attention(
+                query, self._caches[layer.index], *self._native_plan, layer.sliding_window,
                 layer.scale,
             )  # fmt: skip
         window = layer.sliding_window
@@ -271,6 +275,12 @@ class TorchPagedAttention(AttentionBackend):
     ) -> None:
         """Attends with one chunk and writes its rows of `out`."""
         kv_heads, rows = self._num_kv_heads, slice(chunk.start, chunk.end)
+        if self._has_native and layer.logit_softcap is None:
+            native.chunk_attention(
+                query[rows], self._caches[layer.index], chunk.table, chunk.prefix,
+                layer.sliding_window, layer.scale, out[rows],
+            )  # fmt: skip
+            return
         if chunk.pieces is None:
             keys, values = key[rows].transpose(0, 1), value[rows].transpose(0, 1)
         else:

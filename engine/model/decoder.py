@@ -7,9 +7,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from engine import native
 from engine.attention.base import AttentionBackend, AttentionLayer, StepBatch
 from engine.attention.kv_format import KVFormat, LatentFormat
 from engine.attention.select import AttentionChoice, make_backend
+from engine.model import few_rows
 from engine.model.config import ModelConfig
 from engine.model.layers import Layer, Weights
 from engine.model.rope import Rope, inverse_frequencies
@@ -56,6 +58,7 @@ class Decoder:
             for i, c in enumerate(config.layers)
         ]
         self._backend: AttentionBackend | None = None
+        self._few_rows: few_rows.FewRows | None = None
         self._embedding_scale = (
             torch.tensor(math.sqrt(config.hidden_size), dtype=dtype, device=device)
             if config.family.scaled_embeddings
@@ -81,10 +84,17 @@ class Decoder:
             self._row_format,
             self._attention_choice,
         )
+        if self._ranks is None and few_rows.serves(self.config, self._weights, kv_cache):
+            self._few_rows = few_rows.FewRows(self.config, self._weights, kv_cache)
 
     def unbind(self) -> None:
         """Forgets the KV cache; another may be bound."""
-        self._backend = None
+        self._backend = self._few_rows = None
+
+    @property
+    def has_few_rows(self) -> bool:
+        """Whether steps of few tokens are one native call; known after `bind`."""
+        return self._few_rows is not None
 
     def compatibility(self) -> dict[str, str]:
         """What two workers must share so that one can read the other's KV blocks."""
@@ -122,11 +132,17 @@ class Decoder:
         backend = self._backend
         if backend is None:
             raise RuntimeError("bind a KV cache first")
-        backend.plan(batch)
-        rotates = [partial(rope.apply, cos_sin=rope.cos_sin(positions)) for rope in self._ropes]
+        cos_sins = [rope.cos_sin(positions) for rope in self._ropes]
         hidden = self._embed(input_ids)
         if self._embedding_scale is not None:
             hidden = hidden * self._embedding_scale
+        if self._few_rows is not None and len(input_ids) <= native.MAX_ROWS:
+            return self._few_rows.forward(hidden, cos_sins, batch, logits_rows)
+        backend.plan(batch)
+        rotates = [
+            partial(rope.apply, cos_sin=cos_sin)
+            for rope, cos_sin in zip(self._ropes, cos_sins, strict=True)
+        ]
         last = self.config.num_layers - 1
         for i, layer in enumerate(self._weights.layers):
             attend = partial(backend.forward, self._attention_layers[i])

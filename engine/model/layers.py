@@ -55,12 +55,11 @@ class PackedLinear:
 
     weight: torch.Tensor  # opaque
     bias: torch.Tensor | None
-    num_outputs: int
-    tiles: int | None  # where the native product finds the weight, if it can read it
+    tiles: native.Weight | None  # how native products read the weight, if they can
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.tiles is not None and x.shape[0] <= native.MAX_ROWS:
-            return native.linear_bf16(x, self.tiles, self.num_outputs, self.bias)
+            return native.linear(x, self.tiles)
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
 
@@ -76,7 +75,17 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 def packed(linear: Linear) -> PackedLinear:
     weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight, native.PACKED_FOR_ROWS)
     tiles = native.tiles_address(weight, linear.weight)
-    return PackedLinear(weight, linear.bias, linear.weight.shape[0], tiles)
+    num_outputs, num_inputs = linear.weight.shape
+    read = None
+    if tiles is not None:
+        read = native.Weight("plain", tiles, None, linear.bias, num_inputs, num_outputs)
+    return PackedLinear(weight, linear.bias, read)
+
+
+def native_weight(projection: Projection) -> native.Weight | None:
+    """How native code reads the weight, if it can."""
+    tiles = getattr(projection, "tiles", None)
+    return tiles if isinstance(tiles, native.Weight) else None
 
 
 @dataclass(slots=True)
@@ -90,7 +99,7 @@ class Norm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         shape = self.weight.shape
         if native.can_norm(x, self.weight):
-            return native.rms_norm_bf16(x, self.weight, self.eps)
+            return native.rms_norm(x, self.weight, self.eps)
         if self.weight.dtype == x.dtype:
             return F.rms_norm(x, shape, self.weight, self.eps)
         return F.rms_norm(x.float(), shape, self.weight, self.eps).to(x.dtype)
@@ -103,7 +112,10 @@ class Mlp:
     activation: Callable[[torch.Tensor], torch.Tensor]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        gate_up = self.gate_up(x)
+        if self.activation is F.silu and native.can_silu_mul(gate_up):
+            return self.down(native.silu_mul(gate_up))
+        gate, up = gate_up.chunk(2, dim=-1)
         return self.down(self.activation(gate).mul_(up))
 
     def mlps(self) -> "list[Mlp]":

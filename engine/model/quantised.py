@@ -49,26 +49,23 @@ class Int8Linear:
 
 @dataclass(slots=True)
 class TiledLinear:
-    """Either kind in the order that the native product reads (`native.linear_quantised`)."""
+    """Either kind in the order that the native product reads (`native.Weight`)."""
 
-    kind: Literal["int8", "int4"]
-    tiles: torch.Tensor
+    tiles: native.Weight
     scales: torch.Tensor
     bias: torch.Tensor | None
-    num_outputs: int
     wide: native.WideScratch | None  # of this shape; all layers' products share it
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.wide is None or x.shape[0] <= _NATIVE_ROWS:
-            return native.linear_quantised(
-                self.kind, x, self.tiles, self.scales, self.bias, self.num_outputs
-            )
-        self.wide.fill(self.kind, self.tiles, self.scales)
-        is_scaled = self.kind == "int4"
+            parts = [native.linear(rows, self.tiles) for rows in x.split(native.MAX_ROWS)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        self.wide.fill(self.tiles)
+        is_int4 = self.tiles.kind == native.KINDS["int4"]  # its scales are in what was widened
         out = torch.ops.mkldnn._linear_pointwise(
-            x, self.wide.packed, self.bias if is_scaled else None, "none", [], ""
+            x, self.wide.packed, self.bias if is_int4 else None, "none", [], ""
         )
-        if is_scaled:
+        if is_int4:
             return out
         out.mul_(self.scales)
         return out if self.bias is None else out.add_(self.bias)
@@ -134,9 +131,9 @@ def quantised(
     if is_int4:
         tiles = tiles[..., 0] | tiles[..., 1] << 4
         scales = scales.unflatten(0, (-1, _TILE)).permute(0, 2, 3, 1)
-    return TiledLinear(
-        kind, tiles.contiguous(), scales.contiguous(), linear.bias, num_outputs, wide
-    )
+    tiles, scales = tiles.contiguous(), scales.contiguous()
+    read = native.Weight(kind, tiles, scales, linear.bias, num_inputs, num_outputs)
+    return TiledLinear(read, scales, linear.bias, wide)
 
 
 def _int8(linear: Linear) -> Int8Linear:

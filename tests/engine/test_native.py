@@ -12,6 +12,7 @@ from engine.attention.base import AttentionLayer, StepBatch
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.model.layers import Linear, Norm, can_pack, packed
 from engine.model.load import load_model
+from engine.model.quantised import Quantization, quantised
 from support.tiny_models import PagedRunner, make_tiny, random_ids, save_tiny
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="no compiler or no AVX512-BF16")
@@ -42,6 +43,23 @@ def test_real_shapes_take_the_native_product() -> None:
     assert packed(Linear(randn(960, 576))).tiles is not None
 
 
+@needs_native
+@pytest.mark.parametrize("rows", [1, 5, 31])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantised_linear_with_threads_that_share_a_tile(kind: str, rows: int) -> None:
+    made = quantised(Linear(randn(192, 96), randn(192, seed=1)), kind, expects_many_rows=False)
+    x = randn(rows, 96, seed=2)
+    outs = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            outs.append(made(x))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*outs)  # 3 tiles: the second thread starts in the middle of one
+
+
 @pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no bfloat16")
 def test_a_shape_that_tiles_do_not_divide_is_left_to_torch() -> None:
     made = packed(Linear(randn(100, 64)))
@@ -70,6 +88,45 @@ def test_norm_leaves_to_torch_what_is_no_plain_row() -> None:
     assert not native.can_norm(randn(4, 8), randn(8))
 
 
+FEW_ROWS = [
+    ("llama", {"head_dim": 32}),
+    ("llama-biases", {}),
+    ("mistral", {"head_dim": 32}),
+    ("qwen2-window", {"head_dim": 32}),
+    ("qwen3", {"head_dim": 64}),
+]
+
+
+@needs_native
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize(("name", "shape"), FEW_ROWS)
+def test_all_layers_in_one_call_equal_torchs(
+    name: str, shape: dict[str, int], quantization: Quantization, tmp_path: Path
+) -> None:
+    files = save_tiny(make_tiny(name, intermediate_size=128, **shape), tmp_path)
+    ids, chunks = random_ids(80), [40, 1, 1, 4, 33, 1]  # few rows, then many, in turn
+    model = load_model(files, "bfloat16", quantization=quantization)
+    runner = PagedRunner(model)
+    assert model.has_few_rows
+    ours = runner.chunks(ids, chunks)
+    with native.turned_off():
+        model = load_model(files, "bfloat16", quantization=quantization)
+        torchs = PagedRunner(model).chunks(ids, chunks)
+    # Each rounds where the other does not; both are next to float32.
+    torch.testing.assert_close(ours, torchs, atol=0.25, rtol=0.02)
+    assert (ours - torchs).abs().mean() < 0.03
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "mixtral", "deepseek-v2"])
+def test_what_it_does_not_know_is_left_to_torch(name: str, tmp_path: Path) -> None:
+    files = save_tiny(make_tiny(name), tmp_path)
+    model = load_model(files, "bfloat16")
+    runner = PagedRunner(model)
+    assert not model.has_few_rows
+    assert torch.isfinite(runner.chunks(random_ids(5), [3])).all()
+
+
 def test_without_it_a_model_gives_the_same_logits(tmp_path: Path) -> None:
     files = save_tiny(make_tiny("llama"), tmp_path)
     ids = random_ids(20)
@@ -95,7 +152,9 @@ def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_native
 @pytest.mark.parametrize("lens", [[1], [4], [250, 3, 17, 1], [5, 5, 5]])
 @pytest.mark.parametrize("window", [None, 4, 6])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 32), (4, 4, 64), (9, 3, 64)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(6, 2, 32), (4, 4, 64), (9, 3, 64), (5, 1, 128), (2, 1, 96)]
+)
 def test_decode_attention_equals_torchs(
     lens: list[int],
     window: int | None,
@@ -119,3 +178,37 @@ def test_decode_attention_equals_torchs(
             layer = AttentionLayer(1, 0.3, window)
             outs.append(backend.forward(layer, both[:, :heads], both[:, heads:], value))
     torch.testing.assert_close(outs[0].float(), outs[1].float(), atol=2e-2, rtol=2**-6)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(6, 2, 32), (9, 3, 64), (4, 4, 128), (7, 1, 96), (40, 1, 32)]
+)
+@pytest.mark.parametrize("window", [None, 4, 70])
+@pytest.mark.parametrize(("prefix", "tokens"), [(0, 1), (0, 37), (3, 130), (100, 64), (61, 5)])
+def test_chunk_attention_equals_the_definition(
+    prefix: int, tokens: int, window: int | None, heads: int, kv_heads: int, dim: int
+) -> None:
+    size, length = 8, prefix + tokens
+    blocks = -(-length // size)
+    table = torch.randperm(blocks + 2, generator=torch.Generator().manual_seed(3))[:blocks]
+    cache = randn(blocks + 2, 2, 2, kv_heads, size, dim)
+    query = randn(tokens, heads + 1, dim, seed=1)[:, 1:]
+    out = torch.empty(tokens, heads, dim, dtype=torch.bfloat16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        native.chunk_attention(query, native.LayerCache(cache, 1), table, prefix, window, 0.2, out)
+    finally:
+        torch.set_num_threads(before)
+    # [2, kv_heads, length, dim]
+    keys, values = cache[table, 1].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].float()
+    grouped = query.float().unflatten(1, (kv_heads, -1))
+    scores = torch.einsum("thgd,hkd->hgtk", grouped, keys) * 0.2
+    at = torch.arange(prefix, length).unsqueeze(1)
+    seen = torch.arange(length) <= at
+    if window is not None:
+        seen &= torch.arange(length) > at - window
+    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
+    expected = torch.einsum("hgtk,hkd->thgd", weights, values).flatten(1, 2)
+    torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2**-6)

@@ -1,0 +1,314 @@
+// bfloat16 and tiles of weights in AVX-512: what the operations of this folder share.
+//
+// A weight [out, in] is kept as tiles [out / 64, in / 2, 64, 2]: one instruction then multiplies
+// two inputs with 16 channels. Products are made by `Product::add`, a whole tile or half of one at
+// a time, into `sums` [rows, TILE] in float32; what becomes of the sums is the caller's affair.
+
+#pragma once
+
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+namespace pdserve {
+
+constexpr long TILE = 64;  // output channels of a tile
+constexpr long HALF = TILE / 2;
+constexpr long GROUP = 32;  // inputs that share a scale and a midpoint in int4
+constexpr int MAX_ROWS = 32;  // of `x` in one product; as in __init__.py
+
+inline float to_float(uint16_t bits) {
+    uint32_t wide = static_cast<uint32_t>(bits) << 16;
+    float value;
+    memcpy(&value, &wide, sizeof value);
+    return value;
+}
+
+inline __m512 load_bf16(const uint16_t* from) {
+    __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+inline void store_bf16(uint16_t* to, __m512 values) {
+    __m256bh narrow = _mm512_cvtneps_pbh(values);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i&>(narrow));
+}
+
+inline __m512 multiply_pairs(__m512 sum, __m512i a, __m512i b) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh&>(a), reinterpret_cast<__m512bh&>(b));
+}
+
+inline __m512i broadcast_pair(const uint16_t* from) {
+    int32_t pair;
+    memcpy(&pair, from, sizeof pair);
+    return _mm512_set1_epi32(pair);
+}
+
+// e^x to about 1e-7 of the value: 2^n times a polynomial of the rest (Cephes' expf). Below -87 it
+// is 0 or next to it.
+inline __m512 exp_ps(__m512 x) {
+    x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(88.3f)), _mm512_set1_ps(-104.f));
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)),
+                                    _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    x = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    x = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), x);
+    __m512 y = _mm512_set1_ps(1.9875691500e-4f);
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(1.3981999507e-3f));
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(8.3334519073e-3f));
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(4.1665795894e-2f));
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(1.6666665459e-1f));
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(5.0000001201e-1f));
+    y = _mm512_fmadd_ps(y, _mm512_mul_ps(x, x), _mm512_add_ps(x, _mm512_set1_ps(1.f)));
+    return _mm512_scalef_ps(y, n);
+}
+
+inline __m512 silu_ps(__m512 x) {
+    __m512 e = exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x));
+    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.f), e));
+}
+
+// Quantised weights become 16 channels x 2 inputs of bfloat16 in registers, as in a plain tile.
+// `at_group` comes before the loads of each GROUP inputs. `load` gives whole numbers, to which
+// `add_group` applies what the group has of its own; `load_whole` gives the weights themselves.
+
+inline __m512i pairs(__m512i even, __m512i odd) {  // float bits: the upper halves
+    __m512i high = _mm512_and_si512(odd, _mm512_set1_epi32(0xFFFF0000));
+    return _mm512_or_si512(_mm512_srli_epi32(even, 16), high);
+}
+
+inline float sum_of_group(const uint16_t* x) {
+    __m512i values = _mm512_loadu_si512(x), ones = _mm512_set1_epi16(0x3F80);
+    return _mm512_reduce_add_ps(multiply_pairs(_mm512_setzero_ps(), values, ones));
+}
+
+struct Int8 {  // tiles [out / 64, in / 2, 64, 2]; whole numbers, exact in bfloat16
+    const int8_t* tile;
+    Int8(const void* tiles, const uint16_t*, long channel, long inputs)
+        : tile(static_cast<const int8_t*>(tiles) + channel * inputs) {}
+    static constexpr bool HAS_MIDPOINT = false;
+    void at_group(long, int) {}
+    __m512 add_group(__m512 sum, __m512 group, float) const { return _mm512_add_ps(sum, group); }
+    __m512i load_whole(long i, int v) const { return load(i, v); }
+    __m512i load(long i, int v) const {
+        auto from = reinterpret_cast<const __m256i*>(tile + i * TILE + 32 * v);
+        __m512i both = _mm512_cvtepi16_epi32(_mm256_loadu_si256(from));
+        __m512i even = _mm512_srai_epi32(_mm512_slli_epi32(both, 24), 24);
+        __m512 odd = _mm512_cvtepi32_ps(_mm512_srai_epi32(both, 8));
+        return pairs(_mm512_castps_si512(_mm512_cvtepi32_ps(even)), _mm512_castps_si512(odd));
+    }
+};
+
+struct Int4 {  // tiles [out / 64, in / 2, 64]: an even input, above it the odd one
+    const uint8_t* tile;
+    const uint16_t* scales;  // [out / 64, in / 32, 2, 64]: scales, then midpoints
+    __m512 scale, midpoint;
+    __m512i table;  // of a nibble: (nibble - 8) in bfloat16, twice
+    static constexpr bool HAS_MIDPOINT = true;
+    Int4(const void* tiles, const uint16_t* all, long channel, long inputs)
+        : tile(static_cast<const uint8_t*>(tiles) + channel * inputs / 2),
+          scales(all + channel * inputs / GROUP * 2) {
+        uint16_t numbers[32];
+        for (int i = 0; i < 32; i++) {
+            float number = i % 16 - 8;
+            memcpy(&numbers[i], reinterpret_cast<char*>(&number) + 2, 2);
+        }
+        table = _mm512_loadu_si512(numbers);
+    }
+    void at_group(long group, int v) {
+        const uint16_t* from = scales + group * 2 * TILE + 16 * v;
+        scale = load_bf16(from);
+        midpoint = load_bf16(from + TILE);
+    }
+    __m512i bytes(long i, int v) const {
+        auto from = reinterpret_cast<const __m128i*>(tile + i / 2 * TILE + 16 * v);
+        return _mm512_cvtepu8_epi32(_mm_loadu_si128(from));
+    }
+    // The table is looked up with 5 bits: in the lower half of a pair the fifth is a neighbour's.
+    __m512i load(long i, int v) const {
+        __m512i both = bytes(i, v);
+        return _mm512_permutexvar_epi16(_mm512_or_si512(both, _mm512_slli_epi32(both, 12)), table);
+    }
+    __m512 add_group(__m512 sum, __m512 group, float inputs) const {
+        sum = _mm512_fmadd_ps(midpoint, _mm512_set1_ps(inputs), sum);
+        return _mm512_fmadd_ps(group, scale, sum);
+    }
+    __m512i whole(__m512i nibbles) const {
+        __m512 numbers = _mm512_sub_ps(_mm512_cvtepi32_ps(nibbles), _mm512_set1_ps(8));
+        __m512 weights = _mm512_fmadd_ps(numbers, scale, midpoint);
+        return _mm512_add_epi32(_mm512_castps_si512(weights), _mm512_set1_epi32(0x8000));
+    }
+    __m512i load_whole(long i, int v) const {
+        __m512i both = bytes(i, v);
+        return pairs(whole(_mm512_and_si512(both, _mm512_set1_epi32(15))),
+                     whole(_mm512_srli_epi32(both, 4)));
+    }
+};
+
+// ROWS rows of x times VECTORS * 16 channels of a plain tile, inputs [0, inputs), added to sums.
+// Meanwhile LINES cache lines for each pair of inputs are fetched from `next` on.
+template <int ROWS, int VECTORS, int LINES>
+inline void plain_part(const uint16_t* x, long x_stride, const uint16_t* tile, long inputs,
+                       const char* next, float* sums) {
+    __m512 part[ROWS][VECTORS];
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) part[r][v] = _mm512_load_ps(sums + r * TILE + 16 * v);
+    for (long i = 0; i < inputs; i += 2, tile += 2 * TILE, next += 64 * LINES) {
+        __m512i weights[VECTORS];
+        for (int v = 0; v < VECTORS; v++) weights[v] = _mm512_loadu_si512(tile + 32 * v);
+        for (int l = 0; l < LINES; l++) _mm_prefetch(next + 64 * l, _MM_HINT_T0);
+        for (int r = 0; r < ROWS; r++) {
+            __m512i both = broadcast_pair(x + r * x_stride + i);
+            for (int v = 0; v < VECTORS; v++)
+                part[r][v] = multiply_pairs(part[r][v], weights[v], both);
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) _mm512_store_ps(sums + r * TILE + 16 * v, part[r][v]);
+}
+
+// The same with quantised weights, of the groups [first, last).
+template <class Weights, int ROWS, int VECTORS>
+inline void quantised_part(Weights& weights, const uint16_t* x, long x_stride, int first_vector,
+                           long first, long last, float* sums) {
+    __m512 all[ROWS][VECTORS];
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) all[r][v] = _mm512_load_ps(sums + r * TILE + 16 * v);
+    for (long group = first; group < last; group++) {
+        float group_inputs[ROWS] = {};
+        if (Weights::HAS_MIDPOINT)
+            for (int r = 0; r < ROWS; r++)
+                group_inputs[r] = sum_of_group(x + r * x_stride + group * GROUP);
+        for (int v = 0; v < VECTORS; v++) {
+            weights.at_group(group, first_vector + v);
+            __m512 part[ROWS];
+            for (int r = 0; r < ROWS; r++) part[r] = _mm512_setzero_ps();
+            for (long i = group * GROUP; i < (group + 1) * GROUP; i += 2) {
+                __m512i loaded = weights.load(i, first_vector + v);
+                for (int r = 0; r < ROWS; r++)
+                    part[r] = multiply_pairs(part[r], loaded, broadcast_pair(x + r * x_stride + i));
+            }
+            for (int r = 0; r < ROWS; r++)
+                all[r][v] = weights.add_group(all[r][v], part[r], group_inputs[r]);
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) _mm512_store_ps(sums + r * TILE + 16 * v, all[r][v]);
+}
+
+enum Kind : long { PLAIN = 0, INT8 = 1, INT4 = 2 };
+
+// A weight and what belongs to it, as ctypes fills it in. `inputs` is even, a multiple of GROUP if
+// quantised; `outputs` a multiple of TILE.
+struct Linear {
+    long kind;
+    const void* tiles;
+    const uint16_t* scales;  // int8: [outputs]; int4: see Int4; plain: none
+    const uint16_t* bias;    // [outputs] or null
+    long inputs, outputs;
+};
+
+constexpr long PART = 64;  // inputs whose weights stay in the first cache over all rows
+constexpr int GROUP_ROWS = 4;
+
+// While one part is multiplied with row after row, the next is on its way: each group of rows
+// fetches a share of it.
+template <int VECTORS, int LINES>
+void plain_sums(const Linear& w, const uint16_t* tile, const uint16_t* x, long rows, float* sums) {
+    for (long i = 0; i < w.inputs; i += PART) {
+        long size = w.inputs - i < PART ? w.inputs - i : PART;
+        const uint16_t *from = x + i, *weights = tile + i * TILE;
+        auto next = reinterpret_cast<const char*>(weights + PART * TILE);
+        long r = 0;
+        for (; r + GROUP_ROWS <= rows; r += GROUP_ROWS, next += size / 2 * 64 * LINES)
+            if (r < 4 / LINES * GROUP_ROWS)
+                plain_part<GROUP_ROWS, VECTORS, LINES>(from + r * w.inputs, w.inputs, weights, size,
+                                                       next, sums + r * TILE);
+            else
+                plain_part<GROUP_ROWS, VECTORS, 0>(from + r * w.inputs, w.inputs, weights, size,
+                                                   next, sums + r * TILE);
+        for (; r < rows; r++)
+            plain_part<1, VECTORS, 0>(from + r * w.inputs, w.inputs, weights, size, next,
+                                      sums + r * TILE);
+    }
+}
+
+template <int VECTORS>
+void plain_sums(const Linear& w, long channel, const uint16_t* x, long rows, float* sums) {
+    const uint16_t* tile = static_cast<const uint16_t*>(w.tiles) +
+                           channel / TILE * TILE * w.inputs + channel % TILE * 2;
+    if (rows < GROUP_ROWS) {
+        for (long r = 0; r < rows; r++)
+            plain_part<1, VECTORS, 0>(x + r * w.inputs, w.inputs, tile, w.inputs, nullptr,
+                                      sums + r * TILE);
+    } else if (rows < 2 * GROUP_ROWS) {
+        plain_sums<VECTORS, 4>(w, tile, x, rows, sums);
+    } else if (rows < 4 * GROUP_ROWS) {
+        plain_sums<VECTORS, 2>(w, tile, x, rows, sums);
+    } else {
+        plain_sums<VECTORS, 1>(w, tile, x, rows, sums);
+    }
+}
+
+template <class Weights, int VECTORS>
+void quantised_sums(const Linear& w, long channel, const uint16_t* x, long rows, float* sums) {
+    long tile = channel / TILE * TILE;
+    int first_vector = channel % TILE / 16;
+    Weights weights(w.tiles, w.scales, tile, w.inputs);
+    long r = 0;
+    for (; r + 8 <= rows; r += 8)
+        quantised_part<Weights, 8, VECTORS>(weights, x + r * w.inputs, w.inputs, first_vector, 0,
+                                            w.inputs / GROUP, sums + r * TILE);
+    for (; r + 4 <= rows; r += 4)
+        quantised_part<Weights, 4, VECTORS>(weights, x + r * w.inputs, w.inputs, first_vector, 0,
+                                            w.inputs / GROUP, sums + r * TILE);
+    for (; r < rows; r++)
+        quantised_part<Weights, 1, VECTORS>(weights, x + r * w.inputs, w.inputs, first_vector, 0,
+                                            w.inputs / GROUP, sums + r * TILE);
+}
+
+// x [rows, inputs] times the VECTORS * 16 channels from `channel` on, a multiple of 32, with scales
+// and bias, to sums [rows, TILE] in float32. `rows` is at most MAX_ROWS.
+template <int VECTORS>
+void product(const Linear& w, long channel, const uint16_t* x, long rows, float* sums) {
+    for (long r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++)
+            _mm512_store_ps(sums + r * TILE + 16 * v, _mm512_setzero_ps());
+    if (w.kind == PLAIN) plain_sums<VECTORS>(w, channel, x, rows, sums);
+    if (w.kind == INT8) quantised_sums<Int8, VECTORS>(w, channel, x, rows, sums);
+    if (w.kind == INT4) quantised_sums<Int4, VECTORS>(w, channel, x, rows, sums);
+    if (w.kind != INT8 && !w.bias) return;
+    for (int v = 0; v < VECTORS; v++) {
+        long at = channel + 16 * v;
+        __m512 factor = w.kind == INT8 ? load_bf16(w.scales + at) : _mm512_set1_ps(1);
+        __m512 start = w.bias ? load_bf16(w.bias + at) : _mm512_setzero_ps();
+        for (long r = 0; r < rows; r++) {
+            float* sum = sums + r * TILE + 16 * v;
+            _mm512_store_ps(sum, _mm512_fmadd_ps(_mm512_load_ps(sum), factor, start));
+        }
+    }
+}
+
+// Calls use(channel, num_channels, sums) for the channels of thread `thread` of `threads`, as
+// whole tiles where its share has both halves of one. `span` channels are shared out.
+template <class Use>
+void each_product(const Linear& w, long span, const uint16_t* x, long rows, int thread,
+                  int threads, Use use) {
+    alignas(64) float sums[MAX_ROWS * TILE];
+    long halves = span / HALF;
+    long at = halves * thread / threads, end = halves * (thread + 1) / threads;
+    while (at < end) {
+        long channel = at * HALF;
+        if (at % 2 == 0 && at + 2 <= end) {
+            product<4>(w, channel, x, rows, sums);
+            use(channel, TILE, sums);
+            at += 2;
+        } else {
+            product<2>(w, channel, x, rows, sums);
+            use(channel, HALF, sums);
+            at += 1;
+        }
+    }
+}
+
+}  // namespace pdserve
