@@ -11,6 +11,7 @@ from core.config import EngineConfig
 from core.errors import EngineError, RankLostError, RequestError
 from core.types import FinishReason, GenerationRequest, KVBlockCounts, TokenLogprobs
 from engine.block_pool import BlockPool
+from engine.cuda_graphs import DecodeGraphs
 from engine.draft import DraftProposer
 from engine.grammar import Matcher
 from engine.sampler import Sampler, score
@@ -18,7 +19,7 @@ from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence, SequenceState, check_request, check_token_ids
 from engine.speculative import NgramProposer, Proposer, Speculation
 from engine.staging import Staging
-from engine.step import prepare
+from engine.step import StepInputs, prepare
 from engine.types import EngineStats, Model, SequenceOutput
 
 logger = logging.getLogger(__name__)
@@ -52,14 +53,19 @@ class Engine:
         num_kv_blocks: int,
         device: str = "cpu",
         draft: Model | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         """`draft` is the model of `speculative.method: draft_model`; without it nothing is
-        guessed, as on a worker that only prefills."""
+        guessed, as on a worker that only prefills. `graphs`, of `model`, are captured here; their
+        dummy block is `num_kv_blocks`."""
         block_shape = model.kv_block_shape(config.block_size)
-        self.kv_cache = torch.zeros(
-            (num_kv_blocks, *block_shape), dtype=model.kv_dtype, device=device
-        )
-        model.bind(self.kv_cache)
+        num_bound = num_kv_blocks + (graphs is not None)
+        cache = torch.zeros((num_bound, *block_shape), dtype=model.kv_dtype, device=device)
+        model.bind(cache)
+        self.kv_cache = cache[:num_kv_blocks]  # nobody else hears of the dummy block
+        self._graphs = graphs
+        if graphs is not None:
+            graphs.capture_all()
         self.max_model_len = min(
             config.max_model_len or model.config.max_model_len,
             model.config.max_model_len,
@@ -228,10 +234,7 @@ class Engine:
             return _StepResult()
         try:
             inputs = prepare(plan)
-            input_ids, positions, rows = self._staging.put(
-                inputs.input_ids, inputs.positions, inputs.logits_rows
-            )
-            logits = self.model.forward(input_ids, positions, inputs.batch, rows)
+            logits = self._forward(inputs)
             result, start = _StepResult(), len(inputs.sampled)
             if start:
                 sampled = logits[:start]
@@ -252,6 +255,14 @@ class Engine:
         except Exception as error:
             logger.exception("a step with %d sequences failed", len(plan.steps))
             return error
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        if self._graphs is not None and self._graphs.fits(inputs.batch):
+            return self._graphs.run(inputs)
+        input_ids, positions, rows = self._staging.put(
+            inputs.input_ids, inputs.positions, inputs.logits_rows
+        )
+        return self.model.forward(input_ids, positions, inputs.batch, rows)
 
     def _postprocess(
         self, plan: StepPlan, result: "_StepResult | Exception"

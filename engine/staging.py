@@ -27,20 +27,34 @@ class Staging:
         """Each part as a tensor on the device."""
         if not self._is_staged:
             return [torch.from_numpy(np.array(part, dtype=self._numpy_dtype)) for part in parts]
+        total = self._gather(parts)
+        self._copy_to(self._there[:total])
+        return list(self._there[:total].split([len(part) for part in parts]))
+
+    def write(self, out: torch.Tensor, *parts: Sequence[int] | Sequence[float]) -> None:
+        """All parts, one after the other, to the start of `out` on the device."""
+        if not self._is_staged:
+            out[: sum(map(len, parts))] = torch.cat(self.put(*parts))
+            return
+        self._copy_to(out[: self._gather(parts)])
+
+    def _gather(self, parts: Sequence[Sequence[int] | Sequence[float]]) -> int:
+        """Into the pinned memory; returns how many."""
         if self._copied is not None:
             self._copied.synchronize()  # the last copy could still be reading
         total = sum(map(len, parts))
         if total > self._host.numel():
             self._allocate(2 * total)
-        views, end = [], 0
+        end = 0
         for part in parts:
             start, end = end, end + len(part)
             self._numbers[start:end] = part
-            views.append(self._there[start:end])
-        self._there[:total].copy_(self._host[:total], non_blocking=True)
+        return total
+
+    def _copy_to(self, out: torch.Tensor) -> None:
+        out.copy_(self._host[: len(out)], non_blocking=True)
         self._copied = torch.cuda.Event()
         self._copied.record()
-        return views
 
     def _allocate(self, capacity: int) -> None:
         self._host = torch.empty(capacity, dtype=self._dtype, pin_memory=True)

@@ -11,8 +11,10 @@ from core.config import EngineConfig
 from core.errors import ConfigError, ModelError
 from core.host import default_kv_memory
 from core.model_files import ModelFiles, resolve_model
+from core.types import Role
 from core.worker_settings import WorkerSettings
 from engine.attention.base import StepBatch
+from engine.cuda_graphs import BYTES_PER_SIZE, DecodeGraphs, graph_sizes
 from engine.draft import require_same_vocabulary
 from engine.engine import Engine
 from engine.model.decoder import Decoder
@@ -43,17 +45,32 @@ def build_engine(
         attention=config.attention,
     )
     draft = load_draft(settings, files, model, device, progress)
+    # A prefill worker never decodes.
+    wants_graphs = (
+        device == "cuda" and config.cuda_graphs == "auto" and settings.role is not Role.PREFILL
+    )
     num_blocks = config.num_kv_blocks
     if num_blocks is None:
         if device == "cuda":
             progress("measuring what a step takes")
-            memory = gpu_kv_memory(model, config)
+            memory = gpu_kv_memory(model, config, wants_graphs)
         else:
             memory = settings.kv_memory_bytes or default_kv_memory()
         num_blocks = blocks_in(memory, model, config, draft)
     megabytes = num_blocks * block_bytes(model, config, draft) / 1e6
     progress(f"KV cache: {num_blocks} blocks, {megabytes:.0f} MB on {device}")
-    return Engine(model, config, num_blocks, device, draft), model
+    graphs = None
+    if wants_graphs:
+        progress("capturing decode steps as CUDA graphs")
+        longest = min(model.config.max_model_len, num_blocks * config.block_size)
+        graphs = DecodeGraphs(
+            model,
+            config.max_num_seqs,
+            max_blocks_per_sequence=-(-longest // config.block_size),
+            dummy_block=num_blocks,
+            device=torch.device(device),
+        )
+    return Engine(model, config, num_blocks, device, draft, graphs), model
 
 
 def load_draft(
@@ -139,9 +156,9 @@ class GpuMemory:
         return int(self.total * utilization) - outside - self.peak - set_aside
 
 
-def gpu_kv_memory(model: Decoder, config: EngineConfig) -> int:
-    """Runs the largest step that the limits allow and measures what is left. Raises ModelError
-    where not even that fits."""
+def gpu_kv_memory(model: Decoder, config: EngineConfig, has_graphs: bool) -> int:
+    """Runs the largest step that the limits allow and measures what is left for KV blocks. Raises
+    ModelError where not even that fits."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     try:
@@ -157,7 +174,10 @@ def gpu_kv_memory(model: Decoder, config: EngineConfig) -> int:
     free, total = torch.cuda.mem_get_info()
     memory = GpuMemory(total, free, torch.cuda.memory_reserved(), peak)
     logits = config.max_num_seqs * model.config.vocab_size * 4
-    budget = memory.kv_budget(config.gpu_memory_utilization, _SAMPLER_COPIES * logits)
+    set_aside = _SAMPLER_COPIES * logits
+    if has_graphs:
+        set_aside += logits + BYTES_PER_SIZE * len(graph_sizes(config.max_num_seqs))
+    budget = memory.kv_budget(config.gpu_memory_utilization, set_aside)
     logger.info(
         "GPU memory: %.1f GB, %.1f GB taken by model and largest step, %.1f GB for KV blocks",
         total / 1e9, peak / 1e9, budget / 1e9,

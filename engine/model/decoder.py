@@ -129,16 +129,34 @@ class Decoder:
         """input_ids and positions: `[T]` as `batch` lays them out. Writes the KV of all of them
         and returns float32 logits `[R, vocab_size]` of the rows `logits_rows` `[R]`; on a rank
         other than 0 only its own part of the vocabulary."""
-        backend = self._backend
-        if backend is None:
-            raise RuntimeError("bind a KV cache first")
-        cos_sins = [rope.cos_sin(positions) for rope in self._ropes]
-        hidden = self._embed(input_ids)
-        if self._embedding_scale is not None:
-            hidden = hidden * self._embedding_scale
         if self._few_rows is not None and len(input_ids) <= native.MAX_ROWS:
+            hidden, cos_sins = self._enter(input_ids, positions)
             return self._few_rows.forward(hidden, cos_sins, batch, logits_rows)
-        backend.plan(batch)
+        self.plan(batch)
+        return self.compute(input_ids, positions, logits_rows)
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether `compute` may be captured in a CUDA graph. Experts may not: how many tokens
+        each of them gets is known on the GPU alone. Nor several ranks, which would have to
+        replay together."""
+        backend, is_plain = self._backend, self.config.moe is None and self._ranks is None
+        return is_plain and backend is not None and backend.can_capture
+
+    def reserve_for_graphs(self, max_sequences: int, max_blocks: int) -> None:
+        self._bound().reserve_for_graphs(max_sequences, max_blocks)
+
+    def plan(self, batch: StepBatch) -> None:
+        """With `compute` after it: `forward`. All that depends on lengths and block tables."""
+        self._bound().plan(batch)
+
+    @torch.inference_mode()
+    def compute(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, logits_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """After `plan`: all the rest, without another look at the batch."""
+        backend = self._bound()
+        hidden, cos_sins = self._enter(input_ids, positions)
         rotates = [
             partial(rope.apply, cos_sin=cos_sin)
             for rope, cos_sin in zip(self._ropes, cos_sins, strict=True)
@@ -156,6 +174,21 @@ class Decoder:
             cap = self.config.final_softcap
             logits = logits.div_(cap).tanh_().mul_(cap)
         return logits
+
+    def _enter(
+        self, input_ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """What goes into the first layer, and cos and sin of each kind of rope."""
+        cos_sins = [rope.cos_sin(positions) for rope in self._ropes]
+        hidden = self._embed(input_ids)
+        if self._embedding_scale is not None:
+            hidden = hidden * self._embedding_scale
+        return hidden, cos_sins
+
+    def _bound(self) -> AttentionBackend:
+        if self._backend is None:
+            raise RuntimeError("bind a KV cache first")
+        return self._backend
 
     def _feed_forward(
         self, layer: Layer, hidden: torch.Tensor, attended: torch.Tensor
