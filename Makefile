@@ -19,7 +19,7 @@ ARGS ?=
 # A folder with traces/ and perf/, for bench-planner.
 DATA ?=
 
-.PHONY: help install serve test test-hosts test-k8s lint proto bench-compare bench-engine bench-perplexity bench-handover bench-kv bench-planner clean
+.PHONY: help install serve test test-clients test-hosts test-k8s lint proto bench-compare bench-engine bench-perplexity bench-handover bench-kv bench-planner clean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,10 @@ serve: $(VENV)/.installed ## Get the model and serve configs/local.yaml until Ct
 
 test: $(VENV)/.installed-dev ## Run the test suite (ARGS= goes to pytest)
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-clients: $(VENV)/.installed-dev ## Test LangChain and lm-eval against a live deployment
+	$(PIP) install $(PIP_ARGS) -e ".[clients]" | { grep -v "already satisfied" || true; }
+	$(BIN)/python -m pytest -m slow tests/clients -W default $(ARGS)
 
 test-hosts: $(VENV)/.installed-dev ## Test a hand-over between network namespaces; root and iproute2
 	$(BIN)/python -m pytest -m slow tests/hosts $(ARGS)

@@ -119,6 +119,8 @@ class RouterConfig(_Section):
     http: str = "127.0.0.1:8000"
     grpc: str = "127.0.0.1:8001"
     policy: Literal["kv_aware", "least_loaded", "round_robin"] = "kv_aware"
+    # A file with a chat template instead of the model's own.
+    chat_template: str | None = None
     # Of the answers of a chat: auto takes the format that the chat template shows.
     tool_parser: Literal["auto", "hermes", "llama3_json", "pythonic", "mistral"] = "auto"
     reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = None

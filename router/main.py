@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(options.config, options.set)
         files = resolve_model(config.model)
-        tokenizer = load_tokenizer(files)
+        tokenizer = load_tokenizer(files, config.router.chat_template)
         uvloop.run(_serve(config, files.name, tokenizer, options.controller))
     except (ConfigError, ModelError) as error:
         print(f"router: {error.message}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, in vLLM's shapes."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, in vLLM's shapes."""
 
 import asyncio
 import json
@@ -55,6 +55,26 @@ def tokenize_routes(frontend: Frontend, max_body_bytes: int) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         body = parse_body(DetokenizeBody, await read(request))
         return await asyncio.to_thread(_detokenize, frontend, body)
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """What evaluation tools need to build prompts without the model's files."""
+        tokenizer = frontend.tokenizer
+        template = tokenizer.chat_template
+        ends = tokenizer.eos_token_ids
+
+        def text(token_id: int | None) -> str | None:
+            return None if token_id is None else tokenizer.token_text(token_id)
+
+        return _json(
+            {
+                "bos_token": text(tokenizer.bos_token_id),
+                "eos_token": text(ends[0] if ends else None),
+                "vocab_size": tokenizer.vocab_size,
+                "model_max_length": frontend.max_model_len_or_none(),
+                "chat_template": template.source if template is not None else None,
+            }
+        )
 
     return router
 

@@ -121,15 +121,24 @@ class Tokenizer:
         return index in self._special
 
 
-def load_tokenizer(files: ModelFiles) -> Tokenizer:
+def load_tokenizer(files: ModelFiles, template_file: str | None = None) -> Tokenizer:
     """The tokenizer of a model, from tokenizer.json and its companions or from GGUF metadata.
-    Raises ModelError that names the file and what is wrong with it."""
+    `template_file`: a chat template that takes the place of the model's own. Raises ModelError
+    that names the file and what is wrong with it."""
+    template = _read_template(Path(template_file)) if template_file is not None else None
     if files.format == "gguf":
-        return _from_gguf(files.path)
-    return _from_folder(files.path)
+        return _from_gguf(files.path, template)
+    return _from_folder(files.path, template)
 
 
-def _from_gguf(path: Path) -> Tokenizer:
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+
+
+def _from_gguf(path: Path, given_template: str | None = None) -> Tokenizer:
     metadata = read_gguf_metadata(path, prefix="tokenizer.")
     found = tokenizer_from_gguf(metadata, source=path.name)
     rust = found.tokenizer
@@ -141,7 +150,9 @@ def _from_gguf(path: Path) -> Tokenizer:
         if index is not None and (token := rust.id_to_token(index)) is not None
     }
     template = None
-    if found.chat_template:
+    if given_template is not None:
+        template = ChatTemplate(given_template, tokens)
+    elif found.chat_template:
         template = ChatTemplate(
             found.chat_template, tokens, tool_use_source=found.tool_use_template
         )
@@ -157,7 +168,7 @@ def _from_gguf(path: Path) -> Tokenizer:
 # ---------------------------------------------------------------- a Hugging Face folder
 
 
-def _from_folder(folder: Path) -> Tokenizer:
+def _from_folder(folder: Path, given_template: str | None = None) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(f"model {folder}: the folder has no tokenizer.json")
@@ -191,7 +202,9 @@ def _from_folder(folder: Path) -> Tokenizer:
         rust,
         eos_token_ids=tuple(dict.fromkeys(index for index in ends if index is not None)),
         bos_token_id=ids.get("bos_token"),
-        chat_template=_folder_template(folder, config, named),
+        chat_template=_folder_template(folder, config, named)
+        if given_template is None
+        else ChatTemplate(given_template, named),
         source=str(path),
     )
 
@@ -224,10 +237,7 @@ def _folder_template(
     """chat_template.jinja wins over tokenizer_config.json, where a list may name several."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        try:
-            return ChatTemplate(path.read_text(encoding="utf-8"), named)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"cannot read {path}: {error}") from error
+        return ChatTemplate(_read_template(path), named)
     template = config.get("chat_template")
     if isinstance(template, list):
         by_name = {entry.get("name"): entry.get("template") for entry in template}

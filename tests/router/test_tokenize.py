@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+from support.byte_tokenizer import EOS, TEMPLATE, VOCAB_SIZE
+
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -17,6 +19,16 @@ async def test_there_and_back(router):
     assert (await router.http.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
     strings = await router.http.post("/tokenize", json={"prompt": "hé", "return_token_strs": True})
     assert strings.json()["token_strs"] == ["h", "\ufffd", "\ufffd"]
+
+
+async def test_what_tools_must_know_of_the_tokenizer(router):
+    body = (await router.http.get("/tokenizer_info")).json()
+    assert body == {
+        "bos_token": None, "eos_token": "<eos>", "vocab_size": VOCAB_SIZE,
+        "model_max_length": 4096, "chat_template": TEMPLATE,
+    }  # fmt: skip
+    ends = await router.http.post("/tokenize", json={"prompt": body["eos_token"]})
+    assert ends.json()["tokens"] == [EOS]
 
 
 async def test_messages_are_rendered_as_a_chat_is(router):
