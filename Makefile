@@ -19,7 +19,7 @@ ARGS ?=
 # A folder with traces/ and perf/, for bench-planner.
 DATA ?=
 
-.PHONY: help install serve test test-clients test-hosts test-k8s lint proto bench-compare bench-engine bench-perplexity bench-handover bench-kv bench-planner clean
+.PHONY: help install serve test test-clients test-hosts test-k8s lint models-check proto bench-compare bench-engine bench-perplexity bench-handover bench-kv bench-planner clean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ lint: $(VENV)/.installed-dev ## Check style, format and types
 proto: $(VENV)/.installed-dev ## Make the gRPC stubs in rpc/ from proto/ again
 	$(BIN)/python -m grpc_tools.protoc -I rpc=proto --python_out=. --pyi_out=. --grpc_python_out=. \
 		proto/*.proto
+
+models-check: $(VENV)/.installed-dev ## Print every model family's errors against transformers (ARGS=families)
+	PYTHONPATH=.:tests $(BIN)/python -m support.models_check $(ARGS)
 
 bench-compare: $(VENV)/.installed ## Is P/D worth it here? One load, colocated and disaggregated
 	$(BIN)/pdserve compare $(CONFIG) $(ARGS)

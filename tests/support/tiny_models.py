@@ -240,10 +240,7 @@ class PagedRunner:
         names = list(work)
         query_lens = [len(work[name]) for name in names]
         for name, query_len in zip(names, query_lens, strict=True):
-            self.lengths[name] = self.lengths.get(name, 0) + query_len
-            table = self.block_tables.setdefault(name, [])
-            while len(table) * self.block_size < self.lengths[name]:
-                table.append(self._free.pop())
+            self.reserve(name, query_len)
         seq_lens = [self.lengths[name] for name in names]
         num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(names))
         batch = StepBatch(
@@ -254,6 +251,13 @@ class PagedRunner:
         return self.model.forward(
             torch.tensor(ids), torch.tensor(positions), batch, torch.arange(len(ids))
         )
+
+    def reserve(self, name: str, num_tokens: int) -> None:
+        """Blocks for so many more tokens of a sequence, whose KV comes from somewhere."""
+        self.lengths[name] = self.lengths.get(name, 0) + num_tokens
+        table = self.block_tables.setdefault(name, [])
+        while len(table) * self.block_size < self.lengths[name]:
+            table.append(self._free.pop())
 
     def chunks(self, token_ids: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Logits of a new sequence that is fed in chunks of `sizes`, the rest one by one."""
