@@ -9,15 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.config import EngineConfig, SpeculativeConfig
 from core.errors import IncompatiblePeerError, ModelError
 from core.model_files import ModelFiles
 from engine.attention.kv_format import KVFormat, LatentFormat
-from engine.engine import Engine
 from engine.model.config import parse_config
 from engine.model.load import load_model
 from kv_transfer.compatibility import check
-from support.mock_model import make_request, run_to_end
 from support.tiny_models import (
     PagedRunner,
     edit_config,
@@ -103,32 +100,6 @@ def test_quantised_weights_keep_the_distributions(tiny: Any, quantization: Any) 
     plain = reference_logits(reference, ids).log_softmax(-1)
     kl = (plain.exp() * (plain - ours)).sum(-1).mean()
     assert 0 < kl < {"int8": 0.01, "int4": 0.3}[quantization]
-
-
-# ---------------------------------------------------------------- the engine over it
-
-
-@pytest.mark.parametrize("num_blocks", [64, 14])
-@pytest.mark.parametrize("speculative", [None, SpeculativeConfig(method="ngram", num_tokens=3)])
-def test_greedy_output_is_transformers_own(
-    tiny: Any, num_blocks: int, speculative: SpeculativeConfig | None
-) -> None:
-    """Chunks, prefix hits, guesses and, in the smaller pool, preemptions."""
-    torch.set_num_threads(1)
-    reference, files = tiny
-    config = EngineConfig(block_size=4, max_num_batched_tokens=11, speculative=speculative)
-    engine = Engine(load_model(files, "float32"), config, num_blocks)
-    shared = random_ids(9, seed=5)
-    prompts = {f"r{n}": shared + random_ids(n, seed=n) for n in (1, 6, 9)}
-    for name, prompt in prompts.items():
-        engine.add(make_request(name, prompt, max_tokens=12))
-    outputs = run_to_end(engine)
-    if num_blocks == 14:
-        assert engine.stats().preemptions_total > 0
-    for name, prompt in prompts.items():
-        assert len(outputs[name]) == 12
-        expected = reference_logits(reference, [*prompt, *outputs[name]]).argmax(-1)
-        assert outputs[name] == expected[len(prompt) - 1 : -1].tolist()
 
 
 # ---------------------------------------------------------------- configs

@@ -116,6 +116,30 @@ def test_the_choice_of_dtype_is_logged(caplog: pytest.LogCaptureFixture) -> None
     assert str(chosen).removeprefix("torch.") in caplog.text
 
 
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_auto_is_bfloat16_only_where_the_processor_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool
+) -> None:
+    """V73: without AVX512-BF16 or AMX it would work, and crawl."""
+    features = {"avx2": True, "avx512_bf16": has_bfloat16}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    expected = torch.bfloat16 if has_bfloat16 else torch.float32
+    assert choose_dtype("auto", torch.device("cpu")) is expected
+
+
+def test_a_dtype_that_the_device_cannot_compute_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """V73: at once, not in the first request."""
+
+    def refuses(*args: object) -> None:
+        raise RuntimeError('"addmm_impl_cpu_" not implemented for Half')
+
+    monkeypatch.setattr(torch.nn.functional, "linear", refuses)
+    with pytest.raises(ModelError, match="dtype float16 cannot be computed on cpu"):
+        choose_dtype("float16", torch.device("cpu"))
+
+
 # ---------------------------------------------------------------- rope
 
 

@@ -86,6 +86,21 @@ async def test_equals_one_worker_cold_and_warm(pair: Pair, length: int) -> None:
     assert warm.prefill_started.num_cached_tokens == (length - 1) // BLOCK * BLOCK
 
 
+async def test_salts_share_nothing_across_the_hand_over(grpc_pair: Pair) -> None:
+    """V66: on neither side, also where a salt looks like another field; within a salt they do."""
+    pair, tokens, answers = grpc_pair, prompt(4 * BLOCK), []
+    for salt in ("a", "b", "", str(BLOCK), "a\0", f"a{tokens[0]}"):
+        for _ in range(2):
+            answer = await pair.generate(request(tokens, cache_salt=salt))
+            assert answer.prefill_started is not None and answer.decode_started is not None
+            p, d = answer.prefill_started.num_cached_tokens, answer.decode_started.num_cached_tokens
+            answers.append((answer.tokens, p, d))
+    cold, warm = answers[::2], answers[1::2]
+    assert {(p, d) for _, p, d in cold} == {(0, 0)}
+    assert {(p, d) for _, p, d in warm} == {(3 * BLOCK, 4 * BLOCK)}
+    assert all(tokens == answers[0][0] for tokens, _, _ in answers)
+
+
 async def test_decode_computes_no_prompt(pair: Pair) -> None:
     await pair.generate(request(prompt(100)))
     stats = await pair.decode.runtime.run_on_engine(lambda e: e.stats())
