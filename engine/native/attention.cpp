@@ -145,13 +145,15 @@ class Chunk {
     template <int VECTORS>
     static void multiply(const uint16_t* x, long x_stride, const uint16_t* tile, long width,
                          long inputs, long count, float* sums, long sum_stride) {
+        auto some = [&](auto product, long r) {
+            product(x + r * x_stride, x_stride, tile, width, inputs, sums + r * sum_stride,
+                    sum_stride);
+        };
         long r = 0;
-        for (; r + 4 <= count; r += 4)
-            part<4, VECTORS>(x + r * x_stride, x_stride, tile, width, inputs,
-                             sums + r * sum_stride, sum_stride);
-        for (; r < count; r++)
-            part<1, VECTORS>(x + r * x_stride, x_stride, tile, width, inputs,
-                             sums + r * sum_stride, sum_stride);
+        for (; r + 4 <= count; r += 4) some(part<4, VECTORS>, r);
+        if (count - r == 3) some(part<3, VECTORS>, r);
+        if (count - r == 2) some(part<2, VECTORS>, r);
+        if (count - r == 1) some(part<1, VECTORS>, r);
     }
 
     template <int N, int VECTORS>

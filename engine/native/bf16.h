@@ -211,6 +211,15 @@ struct Linear {
 constexpr long PART = 64;  // inputs whose weights stay in the first cache over all rows
 constexpr int GROUP_ROWS = 4;
 
+// Less than GROUP_ROWS rows.
+template <int VECTORS>
+void rest(const uint16_t* x, long x_stride, const uint16_t* tile, long inputs, long rows,
+          float* sums) {
+    if (rows == 1) plain_part<1, VECTORS, 0>(x, x_stride, tile, inputs, nullptr, sums);
+    if (rows == 2) plain_part<2, VECTORS, 0>(x, x_stride, tile, inputs, nullptr, sums);
+    if (rows == 3) plain_part<3, VECTORS, 0>(x, x_stride, tile, inputs, nullptr, sums);
+}
+
 // While one part is multiplied with row after row, the next is on its way: each group of rows
 // fetches a share of it.
 template <int VECTORS, int LINES>
@@ -227,9 +236,7 @@ void plain_sums(const Linear& w, const uint16_t* tile, const uint16_t* x, long r
             else
                 plain_part<GROUP_ROWS, VECTORS, 0>(from + r * w.inputs, w.inputs, weights, size,
                                                    next, sums + r * TILE);
-        for (; r < rows; r++)
-            plain_part<1, VECTORS, 0>(from + r * w.inputs, w.inputs, weights, size, next,
-                                      sums + r * TILE);
+        rest<VECTORS>(from + r * w.inputs, w.inputs, weights, size, rows - r, sums + r * TILE);
     }
 }
 
@@ -238,9 +245,7 @@ void plain_sums(const Linear& w, long channel, const uint16_t* x, long rows, flo
     const uint16_t* tile = static_cast<const uint16_t*>(w.tiles) +
                            channel / TILE * TILE * w.inputs + channel % TILE * 2;
     if (rows < GROUP_ROWS) {
-        for (long r = 0; r < rows; r++)
-            plain_part<1, VECTORS, 0>(x + r * w.inputs, w.inputs, tile, w.inputs, nullptr,
-                                      sums + r * TILE);
+        rest<VECTORS>(x, w.inputs, tile, w.inputs, rows, sums);
     } else if (rows < 2 * GROUP_ROWS) {
         plain_sums<VECTORS, 4>(w, tile, x, rows, sums);
     } else if (rows < 4 * GROUP_ROWS) {
