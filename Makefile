@@ -19,7 +19,7 @@ ARGS ?=
 # A folder with traces/ and perf/, for bench-planner.
 DATA ?=
 
-.PHONY: help install serve test test-clients test-hosts test-k8s lint models-check proto bench-compare bench-engine bench-perplexity bench-handover bench-kv bench-planner clean
+.PHONY: $(shell sed -n 's/^\([a-z0-9-]*\):.*## .*/\1/p' $(firstword $(MAKEFILE_LIST)))
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ bench-compare: $(VENV)/.installed ## Is P/D worth it here? One load, colocated a
 
 bench-engine: $(VENV)/.installed ## Measure an engine step: decode by batch size, a long prefill
 	$(BIN)/python benchmarks/engine.py $(ARGS)
+
+bench-peers: $(VENV)/.installed ## Measure vLLM, llama.cpp and this engine in turn (CLIENT=load.py)
+	$(BIN)/python benchmarks/peers.py $(if $(CLIENT),--client $(CLIENT)) $(ARGS)
 
 bench-perplexity: $(VENV)/.installed ## Measure what quantised weights and KV cost in quality
 	$(BIN)/python benchmarks/perplexity.py $(ARGS)
