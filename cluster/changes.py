@@ -66,7 +66,9 @@ def _what_it_takes(key: str, new: Config) -> tuple[ChangeKind, tuple[str, ...]]:
         pool, section = rest[0], rest[1]
         if section == "replicas":
             return ChangeKind.SCALE, (pool,)
-        if section == "resources" or (section == "engine" and rest[-1] in _ENGINE_KEYS):
+        if section in ("resources", "tensor_parallel_size") or (
+            section == "engine" and rest[-1] in _ENGINE_KEYS
+        ):
             return ChangeKind.ROLLOUT, (pool,)
     elif key in _WORKER_KEYS or (first == "engine" and rest[0] in _ENGINE_KEYS):
         return ChangeKind.ROLLOUT, new.active_pools

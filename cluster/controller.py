@@ -98,7 +98,7 @@ class Controller:
     def add(self, pool: str, config: Config, is_trial: bool) -> WorkerSlot:
         """Begins to start one more worker. Raises RequestError if this machine cannot hold it."""
         try:
-            self._check_room(config)
+            self._check_room(pool, config)
         except ConfigError as error:
             raise RequestError(error.message) from error
         return self._add_slot(pool, config, is_trial)
@@ -107,12 +107,12 @@ class Controller:
         """Whether one more worker has a place now. On a cluster of several nodes the free sum
         may be spread too thin; then the placement itself says so."""
         try:
-            self._check_room(config)
+            self._check_room(pool, config)
         except ConfigError:
             return False
         free = await asyncio.to_thread(ray.available_resources)
-        bundle = self._bundle(pool, config)
-        return all(free.get(name, 0.0) >= amount for name, amount in bundle.items())
+        bundle, ranks = self._bundle(pool, config), config.pools.named(pool).tensor_parallel_size
+        return all(free.get(name, 0.0) >= ranks * amount for name, amount in bundle.items())
 
     async def remove(self, slot: WorkerSlot, grace_s: float) -> bool:
         """Drains and ends a worker. False if something ran on when the grace was over."""
@@ -125,14 +125,15 @@ class Controller:
             self._leaving.pop(slot.id, None)
         return is_quiet
 
-    def _check_room(self, config: Config) -> None:
+    def _check_room(self, pool: str, config: Config) -> None:
         if self._model_path is None or config.ray.address is not None:
             return
-        if not any(getattr(config.pools, p).resources.get("GPU") for p in config.active_pools):
-            check_room(config, self._model_path, 1, available_memory())
+        if not any(config.pools.named(p).resources.get("GPU") for p in config.active_pools):
+            check_room(config, pool, self._model_path, available_memory())
 
     def _bundle(self, pool: str, config: Config) -> dict[str, float]:
-        bundle = bundle_for(getattr(config.pools, pool))
+        """Of each rank of a worker."""
+        bundle = bundle_for(config.pools.named(pool))
         return local_bundle(bundle) if config.ray.address is None else bundle
 
     def _add_slot(self, pool: str, config: Config, is_trial: bool = False) -> WorkerSlot:

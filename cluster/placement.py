@@ -18,30 +18,35 @@ class PlacementError(UnavailableError):
 
 @asynccontextmanager
 async def reserved(
-    bundle: dict[str, float], name: str, timeout_s: float
+    bundle: dict[str, float], num_ranks: int, name: str, timeout_s: float
 ) -> AsyncIterator[PlacementGroup]:
-    """Holds the resources of one worker on one node, and gives them back on the way out, which
-    ends every process that runs on them. Raises PlacementError after `timeout_s`."""
-    group = await asyncio.to_thread(placement_group, [bundle], strategy="PACK", name=name)
+    """Holds the resources of one worker on one node, a bundle for each of its ranks, and gives
+    them back on the way out, which ends every process that runs on them. Raises PlacementError
+    after `timeout_s`."""
+    bundles = [bundle] * num_ranks
+    group = await asyncio.to_thread(placement_group, bundles, strategy="STRICT_PACK", name=name)
     try:
         deadline = time.monotonic() + timeout_s
         while not await asyncio.to_thread(group.wait, 1):
             if time.monotonic() >= deadline:
-                raise PlacementError(await asyncio.to_thread(_shortage, bundle, timeout_s))
+                raise PlacementError(
+                    await asyncio.to_thread(_shortage, bundle, num_ranks, timeout_s)
+                )
         yield group
     finally:
         await asyncio.to_thread(remove_placement_group, group)
 
 
-def _shortage(bundle: dict[str, float], timeout_s: float) -> str:
+def _shortage(bundle: dict[str, float], num_ranks: int, timeout_s: float) -> str:
     """Says which resources are missing, and whether they exist but are taken."""
+    needed = {name: num_ranks * amount for name, amount in bundle.items()}
     total, free = ray.cluster_resources(), ray.available_resources()
     lacking = [
         f"{name} {amount:g} (the cluster has {total.get(name, 0):g}, {free.get(name, 0):g} free)"
-        for name, amount in bundle.items()
+        for name, amount in needed.items()
         if free.get(name, 0) < amount
     ]
-    what = ", ".join(lacking) or f"{bundle} on one node"
+    what = ", ".join(lacking) or f"{needed} on one node"
     return f"no place for the worker after {timeout_s:g} s: it needs {what}"
 
 

@@ -130,8 +130,10 @@ def _start_local(config: Config, session: RaySession) -> None:
 
 
 def _bundles(config: Config) -> list[dict[str, float]]:
-    pools = [getattr(config.pools, name) for name in config.active_pools]
-    return [bundle_for(pool) for pool in pools for _ in range(pool.replicas)]
+    pools = [config.pools.named(name) for name in config.active_pools]
+    return [
+        bundle_for(pool) for pool in pools for _ in range(pool.replicas * pool.tensor_parallel_size)
+    ]
 
 
 def _cpus_needed(config: Config) -> int:

@@ -19,18 +19,21 @@ RAY_OVERHEAD_BYTES = 600 << 20  # Ray's own processes of a local cluster; measur
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """One worker's part of its host. 0 leaves the choice to the worker."""
+    """One process's part of its host. 0 leaves the choice to the worker."""
 
     num_threads: int = 0
     kv_memory_bytes: int = 0
 
 
-def num_workers(config: Config) -> int:
-    return sum(getattr(config.pools, name).replicas for name in config.active_pools)
+def num_processes(config: Config) -> int:
+    """Of all workers together: one a rank."""
+    pools = (config.pools.named(name) for name in config.active_pools)
+    return sum(pool.replicas * pool.tensor_parallel_size for pool in pools)
 
 
 def bundle_for(pool: PoolConfig) -> dict[str, float]:
-    """The resources that one worker of the pool reserves; one CPU unless the pool says else."""
+    """The resources that each rank of a worker of the pool reserves; one CPU unless the pool says
+    else."""
     bundle = {name: amount for name, amount in ({"CPU": 1.0} | pool.resources).items() if amount}
     if not bundle or any(amount < 0 for amount in bundle.values()):
         raise ConfigError(f"pools: resources must be positive and not all 0, got {pool.resources}")
@@ -44,17 +47,17 @@ def local_bundle(bundle: dict[str, float]) -> dict[str, float]:
 
 
 def share_of(config: Config, pool_name: str, is_local: bool) -> HostShare:
-    """A worker's share. On a cluster only the reservation is known: its CPUs become threads and
-    the worker measures memory itself, as it does wherever it has a GPU."""
+    """The share of each of a worker's processes. On a cluster only the reservation is known: its
+    CPUs become threads and the worker measures memory itself, as it does wherever it has a GPU."""
     pool = getattr(config.pools, pool_name)
     cpus = pool.resources.get("CPU")
     if cpus is None and is_local:
-        threads = max(1, available_cpus() // max(1, num_workers(config)))
+        threads = max(1, available_cpus() // max(1, num_processes(config)))
     else:
         threads = max(1, int(bundle_for(pool).get("CPU", 1)))
     if not is_local or pool.resources.get("GPU"):
         return HostShare(num_threads=threads)
-    return HostShare(threads, default_kv_memory(num_workers(config)))
+    return HostShare(threads, default_kv_memory(num_processes(config)))
 
 
 def available_cpus() -> int:
@@ -88,33 +91,36 @@ def pool_weights_bytes(config: Config, pool: str, model_path: Path) -> int:
 def check_memory(config: Config, model_path: Path, available_bytes: int) -> None:
     """Raises ConfigError if a local deployment cannot fit into the available memory. An estimate
     that errs on the small side: it stops what cannot work, and lets through what may."""
-    workers = num_workers(config)
-    if any(getattr(config.pools, name).resources.get("GPU") for name in config.active_pools):
+    pools = [config.pools.named(name) for name in config.active_pools]
+    if any(pool.resources.get("GPU") for pool in pools):
         return
-    kv = default_kv_memory(workers)
-    weights = {name: pool_weights_bytes(config, name, model_path) for name in config.active_pools}
-    sizes = {name: size + kv + WORKER_OVERHEAD_BYTES for name, size in weights.items()}
+    kv = default_kv_memory(num_processes(config))
+    sizes = {name: _worker_bytes(config, name, model_path, kv) for name in config.active_pools}
+    workers = sum(pool.replicas for pool in pools)
     needed = RAY_OVERHEAD_BYTES + sum(
-        getattr(config.pools, name).replicas * size for name, size in sizes.items()
+        config.pools.named(name).replicas * size for name, size in sizes.items()
     )
     if needed > available_bytes:
+        weights = max(pool_weights_bytes(config, name, model_path) for name in sizes)
         raise ConfigError(
             f"too little memory: {workers} worker{'s' * (workers != 1)} of about "
-            f"{max(sizes.values()) / GIB:.1f} GiB (weights {max(weights.values()) / GIB:.1f}, "
-            f"KV blocks {kv / GIB:.1f}) and Ray need about {needed / GIB:.1f} GiB, "
+            f"{max(sizes.values()) / GIB:.1f} GiB (weights {weights / GIB:.1f}, KV blocks "
+            f"{kv / GIB:.1f} a process) and Ray need about {needed / GIB:.1f} GiB, "
             f"{available_bytes / GIB:.1f} GiB are available"
         )
 
 
-def check_room(config: Config, model_path: Path, num_new: int, available_bytes: int) -> None:
-    """Raises ConfigError if so many more workers of a local deployment do not fit."""
-    needed = num_new * (
-        max(pool_weights_bytes(config, name, model_path) for name in config.active_pools)
-        + default_kv_memory(num_workers(config))
-        + WORKER_OVERHEAD_BYTES
-    )
+def check_room(config: Config, pool: str, model_path: Path, available_bytes: int) -> None:
+    """Raises ConfigError if one more worker of a pool of a local deployment does not fit."""
+    needed = _worker_bytes(config, pool, model_path, default_kv_memory(num_processes(config)))
     if needed > available_bytes:
         raise ConfigError(
-            f"too little memory for {num_new} more worker{'s' * (num_new != 1)}: about "
-            f"{needed / GIB:.1f} GiB are needed, {available_bytes / GIB:.1f} GiB are available"
+            f"too little memory for 1 more worker: about {needed / GIB:.1f} GiB are needed, "
+            f"{available_bytes / GIB:.1f} GiB are available"
         )
+
+
+def _worker_bytes(config: Config, pool: str, model_path: Path, kv: int) -> int:
+    """Its ranks share the weights; each has KV blocks and an interpreter of its own."""
+    ranks = config.pools.named(pool).tensor_parallel_size
+    return pool_weights_bytes(config, pool, model_path) + ranks * (kv + WORKER_OVERHEAD_BYTES)

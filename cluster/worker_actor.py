@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ WORKER_CLASSES = {
 _LAST_WORDS_S = 5.0
 _PARENT_CHECK_S = 1.0
 _ANSWER_S = 0.1
+FOLLOWER_CLASS = "worker.follower:FollowerWorker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +50,17 @@ class WorkerActor:
         self._worker_class = worker_class
         self._worker: Any = None
         self._progress = "starting its process"
+        self._rendezvous: socket.socket | None = None
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         if log_path is not None:
             _log_to(Path(log_path))
+
+    async def open_rendezvous(self, host: str) -> str:
+        """Of rank 0 of several: the address where they will meet, on a free port. `host` is as in
+        the settings of `start`, which comes next."""
+        self._rendezvous = socket.create_server((host or _node_address(), 0))
+        address = self._rendezvous.getsockname()
+        return f"{address[0]}:{address[1]}"
 
     async def start(self, settings: WorkerSettings) -> StartOutcome:
         """Builds and starts the worker. `settings.host` "" stands for this node's address."""
@@ -61,9 +71,9 @@ class WorkerActor:
         try:
             self._progress = "importing"
             if not settings.host:
-                import ray
-
-                settings = replace(settings, host=ray.util.get_node_ip_address())
+                settings = replace(settings, host=_node_address())
+            if self._rendezvous is not None:
+                settings = replace(settings, rendezvous_fd=self._rendezvous.detach())
             module, _, name = self._worker_class.partition(":")
             worker = getattr(importlib.import_module(module), name)(settings)
             await worker.start(self._report)
@@ -111,6 +121,13 @@ class WorkerActor:
     def _report(self, what: str) -> None:
         self._progress = what
         logger.info("%s", what)
+
+
+def _node_address() -> str:
+    import ray
+
+    address: str = ray.util.get_node_ip_address()
+    return address
 
 
 def _end_with(parent_pid: int) -> None:

@@ -2,7 +2,8 @@
 
     waiting for resources -> starting -> ready -> died -> pause -> waiting for resources ...
 
-Every life is a fresh actor in a fresh placement group, with a fresh incarnation.
+Every life is a fresh actor in a fresh placement group, with a fresh incarnation; a tensor-parallel
+worker has one actor for each rank, and all of them live and die together.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.backoff import Backoff
 from cluster.placement import PlacementError, actor_options, reserved
 from cluster.view import ViewPublisher
-from cluster.worker_actor import WORKER_CLASSES, StartOutcome, WorkerActor
+from cluster.worker_actor import FOLLOWER_CLASS, WORKER_CLASSES, StartOutcome, WorkerActor
 from core.errors import ConfigError, DeadlineError, EngineError, PdserveError
 from core.types import WorkerState
 from core.worker_settings import WorkerSettings
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "pdserve"
 _PROGRESS_EVERY_S = 0.3
 _CALL_TIMEOUT_S = 10.0
+_LAST_WORDS_S = 2.0  # of rank 0 when another rank has died
 _EXIT_S = 3.0  # from a worker's answer that it has stopped to the end of its process
 
 
@@ -51,7 +53,7 @@ class SlotOptions:
 
 
 class WorkerSlot:
-    """Owns one worker id and the life that it has now: its placement group, its actor and its
+    """Owns one worker id and the life that it has now: its placement group, its actors and its
     entry in the view. At most one life exists at a time; `first_ready` is set once, by the first
     one to become ready or by the error that makes it pointless to wait longer."""
 
@@ -73,7 +75,7 @@ class WorkerSlot:
         self._publisher = publisher
         self._options = options
         self._backoff = replace(options.backoff)
-        self._actor: Any = None
+        self._actors: list[Any] = []  # by rank; the first one is the worker to everybody else
         self._ready_at: float | None = None
         self._is_stopping = False
         self._life_over = asyncio.Event()
@@ -93,21 +95,21 @@ class WorkerSlot:
 
     async def num_requests(self) -> int:
         """Requests on it now; 0 for a worker that does not answer."""
-        if self._actor is None or not self.is_ready:
+        if not self._actors or not self.is_ready:
             return 0
         with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
-            return int(await _call(self._actor.num_requests.remote(), _CALL_TIMEOUT_S))
+            return int(await _call(self._actors[0].num_requests.remote(), _CALL_TIMEOUT_S))
         return 0
 
     async def drain(self, grace_s: float) -> bool:
         """Takes nothing new and waits for what runs there, up to the grace. The worker is not
         started again; `stop` comes next. Returns False if something was still running."""
         self._is_stopping = True
-        if self._actor is None or not self.is_ready:
+        if not self._actors or not self.is_ready:
             return True
         self._publish(WorkerState.DRAINING, "draining")  # routers place nothing more there
         with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
-            call = self._actor.drain.remote(grace_s)
+            call = self._actors[0].drain.remote(grace_s)
             return bool(await _call(call, grace_s + _CALL_TIMEOUT_S))
         return False
 
@@ -117,9 +119,10 @@ class WorkerSlot:
         if self._entry.state == worker_pb.WORKER_STATE_READY:
             self._publish(WorkerState.DRAINING, "stopping")
         has_ended = False
-        if self._actor is not None:
-            with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
-                await _call(self._actor.stop.remote(grace_s), grace_s + _CALL_TIMEOUT_S)
+        if self._actors:
+            stops = [actor.stop.remote(grace_s) for actor in self._actors]
+            calls = [_call(stop, grace_s + _CALL_TIMEOUT_S) for stop in stops]
+            await asyncio.gather(*calls, return_exceptions=True)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._life_over.wait(), _EXIT_S)
                 has_ended = True
@@ -158,16 +161,19 @@ class WorkerSlot:
         self._life_over.clear()
         self._publish(WorkerState.STARTING, "waiting for resources")
         name = f"pdserve:{self._options.deployment}:{worker_id}"
+        ranks = range(self.settings.num_ranks)
+        patience_s = self._options.placement_timeout_s
         try:
-            async with reserved(self._bundle, name, self._options.placement_timeout_s) as group:
-                self._actor = self._create_actor(name, group)
+            async with reserved(self._bundle, len(ranks), name, patience_s) as group:
+                self._actors = [self._create_actor(name, group, rank) for rank in ranks]
                 try:
                     await self._start()
-                    return EngineError(await self._actor.watch.remote())
+                    return EngineError(await _first_death(self._actors))
                 finally:
                     self._life_over.set()
-                    actor, self._actor = self._actor, None
-                    await asyncio.to_thread(ray.kill, actor)
+                    actors, self._actors = self._actors, []
+                    for actor in actors:
+                        await asyncio.to_thread(ray.kill, actor)
         except PdserveError as error:
             return error
         except ray.exceptions.RayError as error:
@@ -176,10 +182,13 @@ class WorkerSlot:
             logger.exception("cannot run %s", worker_id)
             return EngineError(f"{type(error).__name__}: {error}")
 
-    def _create_actor(self, name: str, group: PlacementGroup) -> Any:
+    def _create_actor(self, name: str, group: PlacementGroup, rank: int) -> Any:
         role = self.settings.role
         worker_class = self._options.worker_classes.get(role.value, WORKER_CLASSES[role])
-        log_dir = self._options.log_dir
+        log_dir, log_name = self._options.log_dir, self.settings.worker_id
+        if rank:
+            worker_class = FOLLOWER_CLASS
+            name, log_name = f"{name}:rank{rank}", f"{log_name}-rank{rank}"
         return (
             ray.remote(WorkerActor)
             .options(
@@ -187,30 +196,20 @@ class WorkerSlot:
                 namespace=NAMESPACE,
                 max_restarts=0,  # Ray would revive it without a new incarnation
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=0
+                    group, placement_group_bundle_index=rank
                 ),
                 **actor_options(self._bundle),
             )
-            .remote(worker_class, log_dir and f"{log_dir}/{self.settings.worker_id}.log")
+            .remote(worker_class, log_dir and f"{log_dir}/{log_name}.log")
         )
 
     async def _start(self) -> None:
-        """Starts the worker in its actor, publishing its progress. Raises what went wrong."""
-        starting = asyncio.ensure_future(_result(self._actor.start.remote(self.settings)))
+        """Starts the worker in its actors, publishing its progress. Raises what went wrong."""
         try:
             async with asyncio.timeout(self._options.start_timeout_s):
-                while not starting.done():
-                    await asyncio.wait([starting], timeout=_PROGRESS_EVERY_S)
-                    if not starting.done():
-                        doing = await self._actor.progress.remote()
-                        self._publish(WorkerState.STARTING, doing)
+                outcome = await self._start_ranks()
         except TimeoutError as error:
             raise DeadlineError(f"not ready after {self._options.start_timeout_s:g} s") from error
-        finally:
-            starting.cancel()
-        outcome: StartOutcome = starting.result()
-        if outcome.error:
-            raise (ConfigError if outcome.is_permanent else EngineError)(outcome.error)
         info = worker_pb.WorkerInfo.FromString(outcome.info)
         self._entry.host, self._entry.pid = info.host, info.pid
         self._entry.address, self._entry.incarnation = info.address, info.incarnation
@@ -219,6 +218,38 @@ class WorkerSlot:
         if not self.first_ready.done():
             self.first_ready.set_result(None)
         self._is_trial = False
+
+    async def _start_ranks(self) -> StartOutcome:
+        """Rank 0's outcome when all have started. Raises the first rank's error."""
+        settings, leader = self.settings, self._actors[0]
+        if len(self._actors) > 1:
+            meeting = await leader.open_rendezvous.remote(settings.host)
+            settings = replace(settings, rendezvous=meeting)
+        starts = [
+            asyncio.ensure_future(_started(actor, replace(settings, rank=rank)))
+            for rank, actor in enumerate(self._actors)
+        ]
+        try:
+            while True:
+                done, pending = await asyncio.wait(
+                    starts, timeout=_PROGRESS_EVERY_S, return_when=asyncio.FIRST_EXCEPTION
+                )
+                for start in done:
+                    start.result()
+                if not pending:
+                    return starts[0].result()
+                self._publish(WorkerState.STARTING, await leader.progress.remote())
+        except (EngineError, ray.exceptions.RayError):
+            # The others lose this rank, or have been lost; one of them may know better why.
+            await asyncio.wait(starts, timeout=_LAST_WORDS_S)
+            for start in starts:
+                if start.done() and isinstance(start.exception(), ConfigError):
+                    start.result()
+            raise
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
 
     # ------------------------------------------------------------ the view
 
@@ -232,6 +263,29 @@ class WorkerSlot:
         published = pb.WorkerEntry()
         published.CopyFrom(self._entry)
         self._publisher.publish(published)
+
+
+async def _started(actor: Any, settings: WorkerSettings) -> StartOutcome:
+    outcome: StartOutcome = await actor.start.remote(settings)
+    if outcome.error:
+        raise (ConfigError if outcome.is_permanent else EngineError)(outcome.error)
+    return outcome
+
+
+async def _first_death(actors: list[Any]) -> str:
+    """Why a worker has failed, as its rank 0 says it where that still can: it knows of the death
+    of another rank by itself, and has its requests to end."""
+    watches = [asyncio.ensure_future(_result(actor.watch.remote())) for actor in actors]
+    try:
+        await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(watches[:1], timeout=_LAST_WORDS_S)
+        first = next(watch for watch in watches if watch.done())
+        reason: str = first.result()
+        return reason
+    finally:
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
 
 
 async def _result(ref: Any) -> Any:

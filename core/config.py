@@ -87,7 +87,8 @@ class EngineConfig(_Section):
 
 class PoolConfig(_Section):
     replicas: Annotated[int, Field(ge=0)] = 1
-    tensor_parallel_size: Literal[1] = 1
+    # Processes that a worker of this pool consists of, each with `resources` of its own.
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = 1
     resources: dict[str, Amount] = {}
     engine: dict[str, Any] = {}
 
@@ -96,6 +97,11 @@ class PoolsConfig(_Section):
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig()
     colocated: PoolConfig = PoolConfig()
+
+    def named(self, name: str) -> PoolConfig:
+        """The pool of a role's name."""
+        pool: PoolConfig = getattr(self, name)
+        return pool
 
 
 class KVTransferConfig(_Section):
@@ -168,6 +174,12 @@ class Config(_Section):
         for name in ("prefill", "decode", "colocated"):
             self.engine_for(name)
         if self.mode == "disaggregated":
+            for name in _PAIR:
+                if getattr(self.pools, name).tensor_parallel_size > 1:
+                    raise _KeyedError(
+                        ("pools", name, "tensor_parallel_size"),
+                        "expected 1 in mode disaggregated: KV of several ranks is not handed over",
+                    )
             for key in _ALIKE_IN_POOLS:
                 values = {name: getattr(self.engine_for(name), key) for name in _PAIR}
                 if len(set(values.values())) > 1:

@@ -19,10 +19,19 @@ class WorkerSettings:
     num_threads: int = 0  # for torch; 0: all cores
     kv_memory_bytes: int = 0  # for KV blocks when num_kv_blocks is not set; 0: a share of free RAM
     cluster_token: str = field(default="", repr=False)  # of internal calls; "": none is checked
+    # Of a worker that is several processes: which this one is, and where they meet. Rank 0 has
+    # the socket that listens there as a descriptor of its own process.
+    rank: int = 0
+    rendezvous: str = ""
+    rendezvous_fd: int | None = None
 
     @property
     def engine(self) -> EngineConfig:
         return self.config.engine_for(self.role.value)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.config.pools.named(self.role.value).tensor_parallel_size
 
     @property
     def threads(self) -> int:

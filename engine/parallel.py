@@ -16,7 +16,7 @@ goes over NCCL there. Process groups are objects with an owner, never torch's gl
 
 import datetime
 import logging
-import socket
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -46,11 +46,6 @@ class StepKind(IntEnum):
     FORWARD = 1
 
 
-def listen(host: str) -> socket.socket:
-    """Where rank 0's ranks will meet: a socket on a free port of `host`."""
-    return socket.create_server((host, 0))
-
-
 class RankGroup:
     """This process's membership in the ranks of one worker. Its methods are collective: every
     rank calls the same one in the same order, on one thread. All raise RankLostError when another
@@ -63,21 +58,21 @@ class RankGroup:
         address: str,
         host: str,
         device: str = "cpu",
-        listener: socket.socket | None = None,
+        listen_fd: int | None = None,
     ) -> None:
-        """Waits for all ranks. `address` is where rank 0 listens, with `listener`, which it gives
-        away; `host` is this process's own name or address, which other ranks can reach."""
+        """Waits for all ranks. `address` is where rank 0 listens already, with the socket
+        `listen_fd`, which it gives away; `host` is this process's own name or address, by which
+        other ranks can reach it."""
         self.rank = rank
         self.size = size
         self.device = torch.device(device)
         self._wait = datetime.timedelta(seconds=_STEP_S)
         joining = datetime.timedelta(seconds=_JOIN_S)
         name, _, port = address.rpartition(":")
-        descriptor = None if listener is None else listener.detach()
         with self._translated("cannot meet the other ranks"):
             self._store = dist.TCPStore(
                 name, int(port), None, rank == 0, joining,
-                wait_for_workers=False, master_listen_fd=descriptor,
+                wait_for_workers=False, master_listen_fd=listen_fd,
             )  # fmt: skip
             self._control = self._gloo("control", host, _NO_DEADLINE)
             self._compute: Any = self._control
@@ -130,6 +125,10 @@ class RankGroup:
         with self._translated("while starting"):
             self._control.allreduce([value], options).wait()
         return int(value)
+
+    def barrier(self) -> None:
+        """Returns when every rank has got here."""
+        self.least(0)
 
     def send(self, message: list[int]) -> None:
         """Rank 0: to all others' `receive`."""
@@ -185,8 +184,9 @@ class _Translated:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, RuntimeError):
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise RankLostError(f"{self.message}: {reason[0]}") from error
+            # Gloo's own words begin with a line of its source and end with advice.
+            reason = re.sub(r"^\[\S+\] |\. .*", "", str(error).strip(), flags=re.DOTALL)
+            raise RankLostError(f"{self.message}: {reason}") from error
 
 
 # ---------------------------------------------------------------- steps

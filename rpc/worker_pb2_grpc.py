@@ -192,6 +192,88 @@ class WorkerService:
             _registered_method=True)
 
 
+class RankServiceStub:
+    """---------------------------------------------------------------- ranks of one worker
+
+    Served by every process of a tensor-parallel worker but rank 0, and called by rank 0.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Attend = channel.unary_stream(
+                '/pdserve.worker.v1.RankService/Attend',
+                request_serializer=rpc_dot_worker__pb2.AttendRequest.SerializeToString,
+                response_deserializer=rpc_dot_worker__pb2.RankStatus.FromString,
+                _registered_method=True)
+
+
+class RankServiceServicer:
+    """---------------------------------------------------------------- ranks of one worker
+
+    Served by every process of a tensor-parallel worker but rank 0, and called by rank 0.
+    """
+
+    def Attend(self, request, context):
+        """Open as long as both processes live: each knows by its end that the other one is gone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RankServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Attend': grpc.unary_stream_rpc_method_handler(
+                    servicer.Attend,
+                    request_deserializer=rpc_dot_worker__pb2.AttendRequest.FromString,
+                    response_serializer=rpc_dot_worker__pb2.RankStatus.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'pdserve.worker.v1.RankService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('pdserve.worker.v1.RankService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class RankService:
+    """---------------------------------------------------------------- ranks of one worker
+
+    Served by every process of a tensor-parallel worker but rank 0, and called by rank 0.
+    """
+
+    @staticmethod
+    def Attend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.worker.v1.RankService/Attend',
+            rpc_dot_worker__pb2.AttendRequest.SerializeToString,
+            rpc_dot_worker__pb2.RankStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class PrefillServiceStub:
     """---------------------------------------------------------------- prefill
 

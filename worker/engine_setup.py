@@ -19,6 +19,7 @@ from engine.draft import require_same_vocabulary
 from engine.engine import Engine
 from engine.model.decoder import Decoder
 from engine.model.load import load_model
+from engine.parallel import RankGroup, TensorParallel
 
 logger = logging.getLogger(__name__)
 
@@ -29,36 +30,25 @@ _SAMPLER_COPIES = 8
 
 
 def build_engine(
-    files: ModelFiles, settings: WorkerSettings, progress: Callable[[str], None]
+    files: ModelFiles,
+    settings: WorkerSettings,
+    progress: Callable[[str], None],
+    ranks: RankGroup | None = None,
 ) -> tuple[Engine, Decoder]:
-    """Loads the model and allocates its KV cache. Raises ConfigError and ModelError."""
+    """Loads the model, of `ranks` rank 0's part, and allocates its KV cache. Raises ConfigError,
+    ModelError and RankLostError."""
     config = settings.engine
     device = choose_device(config)
-    model = load_model(
-        files,
-        settings.config.dtype,
-        device=device,
-        progress=progress,
-        max_model_len=config.max_model_len,
-        quantization=config.quantization,
-        kv_cache_dtype=config.kv_cache_dtype,
-        attention=config.attention,
-    )
+    model = _load(files, settings, device, progress, ranks)
     draft = load_draft(settings, files, model, device, progress)
-    # A prefill worker never decodes.
+    # A prefill worker never decodes, and ranks would have to replay together.
     wants_graphs = (
-        device == "cuda" and config.cuda_graphs == "auto" and settings.role is not Role.PREFILL
+        device == "cuda"
+        and config.cuda_graphs == "auto"
+        and settings.role is not Role.PREFILL
+        and ranks is None
     )
-    num_blocks = config.num_kv_blocks
-    if num_blocks is None:
-        if device == "cuda":
-            progress("measuring what a step takes")
-            memory = gpu_kv_memory(model, config, wants_graphs)
-        else:
-            memory = settings.kv_memory_bytes or default_kv_memory()
-        num_blocks = blocks_in(memory, model, config, draft)
-    megabytes = num_blocks * block_bytes(model, config, draft) / 1e6
-    progress(f"KV cache: {num_blocks} blocks, {megabytes:.0f} MB on {device}")
+    num_blocks = _num_blocks(model, draft, settings, wants_graphs, progress, ranks)
     graphs = None
     if wants_graphs:
         progress("capturing decode steps as CUDA graphs")
@@ -70,7 +60,71 @@ def build_engine(
             dummy_block=num_blocks,
             device=torch.device(device),
         )
-    return Engine(model, config, num_blocks, device, draft, graphs), model
+    whole = model if ranks is None else TensorParallel(model, ranks)
+    return Engine(whole, config, num_blocks, device, draft, graphs), model
+
+
+def build_follower(
+    files: ModelFiles,
+    settings: WorkerSettings,
+    ranks: RankGroup,
+    progress: Callable[[str], None],
+) -> tuple[Decoder, torch.Tensor]:
+    """Another rank's part of the model, and its part of as many KV blocks, bound to it."""
+    config = settings.engine
+    device = choose_device(config)
+    model = _load(files, settings, device, progress, ranks)
+    num_blocks = _num_blocks(model, None, settings, False, progress, ranks)
+    shape = (num_blocks, *model.kv_block_shape(config.block_size))
+    kv_cache = torch.zeros(shape, dtype=model.kv_dtype, device=device)
+    model.bind(kv_cache)
+    return model, kv_cache
+
+
+def _load(
+    files: ModelFiles,
+    settings: WorkerSettings,
+    device: str,
+    progress: Callable[[str], None],
+    ranks: RankGroup | None,
+) -> Decoder:
+    config = settings.engine
+    return load_model(
+        files,
+        settings.config.dtype,
+        device=device,
+        progress=progress,
+        max_model_len=config.max_model_len,
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
+        attention=config.attention,
+        ranks=ranks,
+    )
+
+
+def _num_blocks(
+    model: Decoder,
+    draft: Decoder | None,
+    settings: WorkerSettings,
+    wants_graphs: bool,
+    progress: Callable[[str], None],
+    ranks: RankGroup | None,
+) -> int:
+    """As many as every rank has room for."""
+    config, device = settings.engine, choose_device(settings.engine)
+    num_blocks = config.num_kv_blocks
+    if num_blocks is None:
+        if device == "cuda":
+            progress("measuring what a step takes")
+            memory = gpu_kv_memory(model, config, wants_graphs)
+        else:
+            memory = settings.kv_memory_bytes or default_kv_memory()
+        num_blocks = blocks_in(memory, model, config, draft)
+    if ranks is not None:
+        num_blocks = ranks.least(num_blocks)
+    megabytes = num_blocks * block_bytes(model, config, draft) / 1e6
+    progress(f"KV cache: {num_blocks} blocks, {megabytes:.0f} MB on {device}")
+    return num_blocks
 
 
 def load_draft(

@@ -31,6 +31,7 @@ from core.worker_settings import WorkerSettings
 from engine.engine import Engine
 from engine.grammar import GrammarCompiler, Matcher
 from engine.loop import EngineLoop
+from engine.parallel import RankGroup, TensorParallel
 from engine.types import EngineStats, SequenceOutput
 from kv_transfer.base import KVTransfer
 from kv_transfer.carrier import CarrierWatch
@@ -41,6 +42,7 @@ from rpc import worker_pb2 as pb
 from rpc.channel import make_server
 from worker.engine_setup import build_engine
 from worker.outputs import OutputHub
+from worker.ranks import INCARNATION, Followers, address_of, join
 from worker.status import StatusService
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ class WorkerRuntime:
         self.aborts = 0
         self.compatibility: dict[str, str] = {}
         self.server = make_server()
+        self.followers = Followers(settings.worker_id, self._on_crash)
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
@@ -83,11 +86,17 @@ class WorkerRuntime:
     # ------------------------------------------------------------ start and stop
 
     async def load(self, progress: Callable[[str], None]) -> None:
-        """Loads the model and starts the engine thread. Raises ConfigError and ModelError."""
+        """Loads the model and starts the engine thread. Raises ConfigError and ModelError, and
+        RankLostError where another process of this worker did not get as far."""
         settings = self.settings
         torch.set_num_threads(settings.threads)
+        ranks = await asyncio.to_thread(join, settings) if settings.num_ranks > 1 else None
+        if ranks is not None:
+            await asyncio.to_thread(ranks.publish, INCARNATION, self.incarnation)
         files = await asyncio.to_thread(resolve_model, settings.config.model, progress=progress)
-        self.engine = await asyncio.to_thread(self._build_engine, files, progress)
+        self.engine = await asyncio.to_thread(self._build_engine, files, progress, ranks)
+        if ranks is not None:
+            await self._attend(ranks)
         self._grammars = GrammarCompiler(files, self.engine.model.config.vocab_size)
         self.engine_loop = EngineLoop(self.engine, self._on_outputs, self._on_crash)
         self.engine_loop.start()
@@ -101,8 +110,18 @@ class WorkerRuntime:
                 incarnation=self.incarnation,
             )
 
-    def _build_engine(self, files: ModelFiles, progress: Callable[[str], None]) -> Engine:
-        engine, model = build_engine(files, self.settings, progress)
+    async def _attend(self, ranks: RankGroup) -> None:
+        """Waits until the other ranks serve, and watches over them from then on."""
+        await asyncio.to_thread(ranks.barrier)
+        addresses = [
+            await asyncio.to_thread(ranks.lookup, address_of(rank)) for rank in range(1, ranks.size)
+        ]
+        await self.followers.attend(addresses, self.incarnation)
+
+    def _build_engine(
+        self, files: ModelFiles, progress: Callable[[str], None], ranks: RankGroup | None
+    ) -> Engine:
+        engine, model = build_engine(files, self.settings, progress, ranks)
         self.compatibility = {
             **model.compatibility(),
             **describe_cache(engine.kv_cache, self.settings.engine.block_size),
@@ -149,8 +168,12 @@ class WorkerRuntime:
             await transport.close()
         self.transports = {}
         if hasattr(self, "engine_loop"):
-            await asyncio.to_thread(self.engine_loop.stop, 10.0)
+            has_stopped = await asyncio.to_thread(self.engine_loop.stop, 10.0)
+            self.followers.expect_end()
+            if has_stopped and isinstance(self.engine.model, TensorParallel):
+                await asyncio.to_thread(self.engine.model.close)
             await asyncio.to_thread(self._grammars.close)
+        await self.followers.close()
         self._grammar_thread.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------ identity
@@ -229,7 +252,7 @@ class WorkerRuntime:
     def _on_outputs(self, outputs: list[SequenceOutput]) -> None:  # engine thread
         self._loop.call_soon_threadsafe(self.outputs.dispatch, outputs)
 
-    def _on_crash(self, error: BaseException) -> None:  # engine thread
+    def _on_crash(self, error: BaseException) -> None:  # engine thread, or a rank has gone
         def crashed() -> None:
             self.state = WorkerState.DEAD
             self.outputs.fail_all(EngineError(f"the engine crashed: {error}"))

@@ -3,10 +3,11 @@ plays the router: both legs at once, coupled, no retries."""
 
 import asyncio
 import random
+import socket
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from rpc import codec, worker_pb2_grpc
 from rpc import worker_pb2 as pb
 from rpc.channel import make_channel
 from rpc.status import error_from_rpc
+from worker.follower import FollowerWorker
 
 BLOCK = 8
 
@@ -153,8 +155,8 @@ class Pair:
     async def close(self) -> None:
         for channel in self.channels.values():
             await channel.close()
-        await self.decode.stop()
-        await self.prefill.stop()
+        await stop_worker(self.decode)
+        await stop_worker(self.prefill)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -181,9 +183,35 @@ async def start_worker(
     settings = WorkerSettings(
         worker_id=worker_id or f"{role}-0", role=role, config=config, port=port
     )
-    worker = (PrefillWorker if role is Role.PREFILL else DecodeWorker)(settings)
-    await worker.start(lambda text: None)
+    worker_class = PrefillWorker if role is Role.PREFILL else DecodeWorker
+    followers: list[FollowerWorker] = []
+    if settings.num_ranks > 1:
+        settings = with_rendezvous(settings)
+        ranks = range(1, settings.num_ranks)
+        others = [replace(settings, rank=rank, rendezvous_fd=None) for rank in ranks]
+        followers = [FollowerWorker(other) for other in others]
+    worker = worker_class(settings)
+    await asyncio.gather(*(part.start(lambda text: None) for part in (worker, *followers)))
+    if followers:
+        _followers[id(worker)] = followers
     return worker
+
+
+_followers: dict[int, list[FollowerWorker]] = {}  # by the id of their rank 0
+
+
+async def stop_worker(worker: PrefillWorker | DecodeWorker) -> None:
+    """With its other ranks, which a test has in the same process."""
+    followers = _followers.pop(id(worker), [])
+    await asyncio.gather(*(part.stop() for part in (worker, *followers)))
+    assert not any(follower.failed.done() for follower in followers)
+
+
+def with_rendezvous(settings: WorkerSettings) -> WorkerSettings:
+    """For rank 0 of several: with a socket where the others find it."""
+    listener = socket.create_server((settings.host, 0))
+    address = f"{settings.host}:{listener.getsockname()[1]}"
+    return replace(settings, rendezvous=address, rendezvous_fd=listener.detach())
 
 
 @asynccontextmanager

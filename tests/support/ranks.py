@@ -1,5 +1,6 @@
 """Ranks of one tensor-parallel model in one process, a thread each: real gloo over loopback."""
 
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -9,17 +10,18 @@ import torch
 
 from core.model_files import ModelFiles
 from engine.model.load import load_model
-from engine.parallel import RankGroup, TensorParallel, listen, run_follower
+from engine.parallel import RankGroup, TensorParallel, run_follower
 
 HOST = "127.0.0.1"
 
 
 def make_groups(size: int, pool: ThreadPoolExecutor) -> list[RankGroup]:
-    listener = listen(HOST)
+    listener = socket.create_server((HOST, 0))
     address = f"{HOST}:{listener.getsockname()[1]}"
 
     def join(rank: int) -> RankGroup:
-        return RankGroup(rank, size, address, HOST, listener=listener if rank == 0 else None)
+        listen_fd = listener.detach() if rank == 0 else None
+        return RankGroup(rank, size, address, HOST, listen_fd=listen_fd)
 
     return list(pool.map(join, range(size)))
 
