@@ -77,6 +77,14 @@ def test_wrong_keys(text, message):
     ("text", "message"),
     [
         ("dtype: fp8\nmodel: a", "c.yaml:1: dtype: expected 'auto', 'bfloat16', 'float16' or"),
+        (
+            "model: a\npools: {colocated: {tensor_parallel_size: 9}}",
+            "c.yaml:2: pools.colocated.tensor_parallel_size: expected less than or equal to 8",
+        ),
+        (
+            "model: a\npools:\n  decode:\n    tensor_parallel_size: 2",
+            "c.yaml:4: pools.decode.tensor_parallel_size: expected 1 in mode disaggregated",
+        ),
         ("model: a\nmode: both", "c.yaml:2: mode: expected 'disaggregated' or 'colocated'"),
         (
             "model: a\nengine:\n  quantization: int3",
