@@ -106,11 +106,15 @@ class RankGroup:
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
-        """At rank 0 the ranks' tensors side by side along the last axis, None at the others."""
+        """At rank 0 the ranks' tensors side by side along the last axis, None at the others. The
+        end of a step: at rank 0 it returns when every rank has got here, and so has written its
+        KV, which others may read then. Of tensors without elements too."""
         options = dist.GatherOptions()
         options.rootRank = 0
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
-        if x.numel():
+        if not x.numel():
+            self.all_reduce(torch.zeros(1, device=self.device))
+        else:
             with self._translated("in a step"):
                 self._compute.gather([parts] if parts else [], [x.contiguous()], options).wait()
         return torch.cat(parts, dim=-1) if parts else None

@@ -214,6 +214,19 @@ def test_the_least_of_all_ranks(groups: Any) -> None:
     assert list(pool.map(RankGroup.least, made, (70, 64))) == [64, 64]
 
 
+@pytest.mark.parametrize("num_rows", [0, 2])
+def test_a_step_ends_at_rank_0_when_all_have_written_their_kv(groups: Any, num_rows: int) -> None:
+    """Also one whose logits nobody asked for: its blocks are announced to others at once."""
+    (leader, follower), pool = groups
+    own = torch.ones(num_rows, 3)
+    gathered = pool.submit(leader.gather, own)
+    with pytest.raises(TimeoutError):
+        gathered.result(timeout=0.1)
+    assert follower.gather(2 * own) is None
+    expected = torch.tensor([[1.0, 1, 1, 2, 2, 2]]).expand(num_rows, 6)
+    assert torch.equal(gathered.result(timeout=20), expected)
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_rank_ends_the_wait_of_another(groups: Any, lost: int) -> None:
     """A process that dies closes its sockets, as a group does that is dropped."""
