@@ -31,7 +31,11 @@ from rich.table import Table  # noqa: E402
 
 from kv_transfer.base import KVTransfer, Peer  # noqa: E402
 from kv_transfer.checksum import block_checksums  # noqa: E402
-from kv_transfer.grpc_transport import GrpcTransfer, stream_blocks  # noqa: E402
+from kv_transfer.grpc_transport import (  # noqa: E402
+    GrpcTransfer,
+    add_kv_service,
+    stream_blocks,
+)
 from kv_transfer.memory import use_huge_pages  # noqa: E402
 from kv_transfer.nixl_transport import NixlTransfer  # noqa: E402
 
@@ -73,11 +77,11 @@ async def serve(num_blocks: int, size: int) -> None:
 
     class Service(worker_pb2_grpc.KvServiceServicer):
         async def Pull(self, request, context):
-            async for piece in stream_blocks(cache, request.block_ids):
+            async for piece in stream_blocks(cache, request):
                 yield piece
 
     server = make_server()
-    worker_pb2_grpc.add_KvServiceServicer_to_server(Service(), server)
+    add_kv_service(Service(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     payload = base64.b64encode(nixl.offer()).decode()

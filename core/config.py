@@ -16,7 +16,7 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 _PAIR = ("prefill", "decode")
 # KV that passes between pools depends on these.
-_ALIKE_IN_POOLS = ("block_size", "quantization", "kv_cache_dtype")
+_ALIKE_IN_POOLS = ("quantization", "kv_cache_dtype")
 
 
 class _Section(BaseModel):
@@ -188,6 +188,14 @@ class Config(_Section):
                         ("pools", name, "engine", key),
                         f"expected the same in the prefill and decode pools, got {values}",
                     )
+            small, large = sorted(self.engine_for(name).block_size for name in _PAIR)
+            if large % small:
+                name = next(n for n in _PAIR if "block_size" in getattr(self.pools, n).engine)
+                raise _KeyedError(
+                    ("pools", name, "engine", "block_size"),
+                    "expected the prefill and decode pools' block sizes to divide one another, "
+                    f"got {small} and {large}",
+                )
         return self
 
     def engine_for(self, pool: str) -> EngineConfig:

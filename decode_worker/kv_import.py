@@ -11,7 +11,7 @@ start decoding
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +24,10 @@ from core.types import FinishReason, GenerationRequest
 from decode_worker.peers import PeerBook, PrefillPeer
 from engine.grammar import Matcher
 from kv_transfer.base import TransferInDoubt, settled
-from kv_transfer.checksum import block_checksums, compare
+from kv_transfer.checksum import compare
 from kv_transfer.events import Admitted, Commit, Event, Finished, Ready
+from kv_transfer.layout import CopyPlan
+from kv_transfer.rank import Pulled, PullOrder
 from kv_transfer.receive import Receive, ReceiveState
 from rpc import codec
 from rpc import worker_pb2 as pb
@@ -70,12 +72,15 @@ class KVImport:
         self._arrived = now()
         self._committed_at: float | None = None
         self._changed = asyncio.Event()
-        self._checksums: list[int] = []  # of what was pulled
+        self._transport = ""  # that carried the last pull
+        self._first_whole_block = 0  # those before it miss layers that decoding does not look at
+        ranks = range(runtime.kv_ranks.shape.tensor_parallel_size)
+        self._checksums: list[list[int]] = [[] for _ in ranks]  # of what each has pulled
         tokens = request.token_ids
         self._machine = Receive(
             num_tokens=len(tokens),
             token_digest=token_digest(tokens),
-            num_blocks=-(-len(tokens) // runtime.settings.engine.block_size),
+            block_size=runtime.settings.engine.block_size,
             give_back=lambda: runtime.abort(request.request_id),
         )
 
@@ -159,7 +164,7 @@ class KVImport:
                 machine.begin_pull()
                 await self._do(machine.state, self._pull(peer))
             case ReceiveState.COMMITTED:
-                await self._do(state, self._verify())
+                await self._do(state, self._verify(peer))
             case ReceiveState.RELEASING:
                 await self._do(state, self._release(peer))
             case _:
@@ -227,43 +232,66 @@ class KVImport:
 
     async def _pull(self, peer: PrefillPeer) -> None:
         machine, runtime, started = self._machine, self._runtime, self._started
-        start, end = machine.pulling
-        num_bytes = (end - start) * int(runtime.info.kv_block_bytes)
         since = now()
-        await peer.transfer.pull(
-            peer.peer,
-            self._request.request_id,
-            machine.remote_ids[start:end],
-            machine.local_ids[start:end],
-        )
+        pulled = await runtime.kv_ranks.pull(peer.source, self._order())
         seconds = now() - since
-        runtime.transport_in_use = self._carrier(peer)
+        num_bytes = sum(part.num_bytes for part in pulled)
         runtime.kv_bytes_received += num_bytes
         started.kv_bytes += num_bytes
         started.kv_transfer_seconds += seconds
         if len(started.pulls) < _MAX_PULLS:
             offset = since - self._arrived
             started.pulls.add(bytes=num_bytes, offset_seconds=offset, seconds=seconds)
-        if runtime.settings.config.kv_transfer.checksum:
-            # Now, while P computes on: at the commit only the last chunk's are left to do.
-            self._checksums += await self._sums(machine.local_ids[start:end])
+        for sums, part in zip(self._checksums, pulled, strict=True):
+            sums += part.checksums
+        self._note_carriers(pulled)
         machine.pulled()
 
-    def _carrier(self, peer: PrefillPeer) -> str:
-        transfer = peer.transfer
-        carrier = transfer.carrier(peer.peer)
-        return self._runtime.carriers.note(peer.peer.worker_id, transfer.name, carrier)
-
-    async def _verify(self) -> None:
+    def _order(self) -> PullOrder:
+        """The pull that the machine has begun. Checksums are made with it, while P computes on: at
+        the commit only the last chunk's are left to do."""
         machine = self._machine
-        assert machine.commit is not None
-        if expected := machine.commit.checksums[machine.num_held :]:
-            found = self._checksums or await self._sums(machine.local_ids[machine.num_held :])
-            compare(found, expected)
-        machine.verified()
+        start, stop = machine.pulling
+        begin = max(start * machine.remote_block_size, machine.num_held_tokens)
+        end = min(stop * machine.remote_block_size, machine.num_tokens)
+        size = machine.block_size
+        return PullOrder(
+            request_id=self._request.request_id,
+            num_tokens=machine.num_tokens,
+            first_token=machine.num_held_tokens,
+            start=start,
+            stop=stop,
+            remote_ids=machine.remote_ids[start:stop],
+            local_ids=machine.local_ids[begin // size : -(-end // size)],
+            wants_checksums=self._runtime.settings.config.kv_transfer.checksum,
+        )
 
-    async def _sums(self, block_ids: Sequence[int]) -> list[int]:
-        return await asyncio.to_thread(block_checksums, self._runtime.engine.kv_cache, block_ids)
+    def _note_carriers(self, pulled: list[Pulled]) -> None:
+        runtime = self._runtime
+        for rank, part in enumerate(pulled):
+            for peer_id, transport, carrier in part.carriers:
+                who = f"{peer_id} to rank {rank}" if rank else peer_id
+                described = runtime.carriers.note(who, transport, carrier)
+                if rank == 0:
+                    runtime.transport_in_use = self._transport = described
+
+    async def _verify(self, peer: PrefillPeer) -> None:
+        machine, shape = self._machine, self._runtime.kv_ranks.shape
+        assert machine.commit is not None
+        sums, start = machine.commit.checksums, 0
+        is_checked = bool(sums) and self._runtime.settings.config.kv_transfer.checksum
+        for rank, found in enumerate(self._checksums):
+            plan = CopyPlan(peer.source.shape, shape, rank, machine.num_tokens)
+            self._first_whole_block = plan.first_whole_position
+            if is_checked:
+                stop = start + len(plan.copies(0, machine.num_blocks))
+                # What was held already is in front.
+                num_pulled = len(plan.copies(0, machine.num_blocks, machine.num_held_tokens))
+                compare(found, sums[stop - num_pulled : stop])
+                start = stop
+        if is_checked and start != len(sums):
+            raise HandoverError(f"{len(sums)} checksums for {start} copies")
+        machine.verified()
 
     async def _release(self, peer: PrefillPeer) -> None:
         try:
@@ -272,7 +300,8 @@ class KVImport:
                     request_id=self._request.request_id,
                     incarnation=self._source.incarnation,
                     bytes_read=self._started.kv_bytes,
-                    transport=self._carrier(peer),
+                    transport=self._transport
+                    or self._runtime.kv_rank.transport_from(peer.source).name,
                 ),
                 timeout=_RELEASE_SECONDS,
             )
@@ -284,7 +313,10 @@ class KVImport:
         commit, started = self._machine.commit, self._started
         assert commit is not None
         request_id = self._request.request_id
-        await self._runtime.run_on_engine(lambda e: e.start_decode(request_id, commit.first_token))
+        first_whole = self._first_whole_block
+        await self._runtime.run_on_engine(
+            lambda e: e.start_decode(request_id, commit.first_token, first_whole)
+        )
         started.num_transferred_tokens = commit.num_tokens - started.num_cached_tokens
         started.kv_tail_seconds = now() - (self._committed_at or now())
         started.hand_over_seconds = now() - self._arrived
@@ -294,7 +326,7 @@ def _event(message: pb.KvEvent) -> Event | None:
     """None for a kind of event that this version does not know."""
     match message.WhichOneof("event"):
         case "admitted":
-            return Admitted(tuple(message.admitted.block_ids))
+            return Admitted(tuple(message.admitted.block_ids), message.admitted.block_size)
         case "ready":
             return Ready(message.ready.num_ready_blocks)
         case "commit":

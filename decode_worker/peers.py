@@ -1,13 +1,13 @@
 """The prefill workers that this decode worker has met."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import grpc
 
-from core.errors import StalePeerError
-from kv_transfer.base import KVTransfer, Peer
+from core.errors import IncompatiblePeerError, StalePeerError
 from kv_transfer.compatibility import check
-from kv_transfer.select import choose
+from kv_transfer.rank import Source, SourceRank
 from rpc import worker_pb2 as pb
 from rpc import worker_pb2_grpc
 from rpc.channel import make_channel
@@ -21,10 +21,10 @@ _INFO_SECONDS = 5.0
 class PrefillPeer:
     """One incarnation of a prefill worker: where it is and how its blocks are read."""
 
-    peer: Peer
+    incarnation: str
+    source: Source
     channel: grpc.aio.Channel
     kv: worker_pb2_grpc.KvServiceStub
-    transfer: KVTransfer
 
 
 class PeerBook:
@@ -38,16 +38,18 @@ class PeerBook:
         """Meets a peer on first use. Raises UnavailableError, StalePeerError,
         IncompatiblePeerError."""
         known = self._peers.get(source.worker_id)
-        if known is not None and known.peer.incarnation == source.incarnation:
+        if known is not None and known.incarnation == source.incarnation:
             return known
         met = await self._meet(source)
         raced = self._peers.get(source.worker_id)
-        if raced is not None and raced.peer.incarnation == source.incarnation:
+        if raced is not None and raced.incarnation == source.incarnation:
             await met.channel.close()
             return raced
         self._peers[source.worker_id] = met
         if raced is not None:
-            raced.transfer.forget(source.worker_id)
+            for transfer in self._runtime.transports.values():
+                for rank in range(len(raced.source.ranks)):
+                    transfer.forget(raced.source.peer_id(rank))
             await raced.channel.close()
         return met
 
@@ -67,20 +69,31 @@ class PeerBook:
                     f"not {source.incarnation}"
                 )
             check(self._runtime.compatibility, dict(info.compatibility))
-            offers = {offer.name: offer.payload for offer in info.transports}
-            transfer = choose(self._runtime.transports, offers, source.worker_id)
-            peer = Peer(
-                worker_id=source.worker_id,
-                incarnation=source.incarnation,
-                address=source.address,
-                payload=offers[transfer.name],
-            )
+            met = self._source(source, info)
+            self._runtime.kv_rank.transport_from(met)
         except BaseException:
             await channel.close()
             raise
-        return PrefillPeer(peer, channel, worker_pb2_grpc.KvServiceStub(channel), transfer)
+        stub = worker_pb2_grpc.KvServiceStub(channel)
+        return PrefillPeer(source.incarnation, met, channel, stub)
+
+    def _source(self, source: pb.PeerAddress, info: pb.WorkerInfo) -> Source:
+        shape = self._runtime.kv_ranks.shape.of_peer(info.compatibility)
+        # The first rank is the worker itself, at the address where this worker reaches it.
+        ranks = [SourceRank(source.address, source.incarnation, _offers(info.transports))]
+        ranks += [SourceRank(r.address, r.incarnation, _offers(r.transports)) for r in info.ranks]
+        if len(ranks) != shape.tensor_parallel_size:
+            raise IncompatiblePeerError(
+                f"{source.worker_id} has {len(ranks)} ranks, but says tensor_parallel_size "
+                f"{shape.tensor_parallel_size}"
+            )
+        return Source(source.worker_id, shape, tuple(ranks))
 
     async def close(self) -> None:
         for known in self._peers.values():
             await known.channel.close()
         self._peers.clear()
+
+
+def _offers(transports: Iterable[pb.TransportOffer]) -> dict[str, bytes]:
+    return {offer.name: offer.payload for offer in transports}

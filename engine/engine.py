@@ -134,12 +134,13 @@ class Engine:
         Raises RequestError."""
         self._add(request, matcher, wants_remote_kv=True)
 
-    def start_decode(self, request_id: str, first_token: int) -> None:
-        """The KV of all tokens is in place. `first_token`, which the peer has emitted already,
-        becomes the first output here and is not emitted again."""
+    def start_decode(self, request_id: str, first_token: int, first_whole_block: int = 0) -> None:
+        """The KV of all tokens is in place, but for layers with a sliding window in blocks before
+        `first_whole_block`, which nothing will look at. `first_token`, which the peer has emitted
+        already, becomes the first output here and is not emitted again."""
         seq = self._get(request_id, SequenceState.AWAITING)
         check_token_ids((first_token,), self._vocab_size, "first_token")
-        self.scheduler.start_decode(seq)
+        self.scheduler.start_decode(seq, first_whole_block)
         self._append(seq, first_token)
 
     def fall_back(self, request_id: str, first_token: int | None = None) -> None:

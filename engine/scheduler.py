@@ -230,7 +230,7 @@ class Scheduler:
         """The KV of `num_tokens` more tokens is final: blocks that are full now can be found."""
         seq.num_computed_tokens += num_tokens
         num_full = seq.num_computed_tokens // self._block_size
-        if not self.pool.enable_prefix_caching or num_full == seq.num_registered_blocks:
+        if not self.pool.enable_prefix_caching or num_full <= seq.num_registered_blocks:
             return
         hashes = seq.block_hashes(num_full, self._block_size)
         for index in range(seq.num_registered_blocks, num_full):
@@ -257,13 +257,16 @@ class Scheduler:
         self.pool.move(seq.block_table, Owner.RUNNING, Owner.HELD)
         seq.state = SequenceState.HELD
 
-    def start_decode(self, seq: Sequence) -> None:
-        """AWAITING -> RUNNING: a peer's KV of all tokens is in the blocks."""
+    def start_decode(self, seq: Sequence, first_whole_block: int = 0) -> None:
+        """AWAITING -> RUNNING: a peer's KV of all tokens is in the blocks. Those before
+        `first_whole_block` that are no hit miss layers that this sequence does not look at: the
+        prefix cache never gets them, and a preempted sequence computes them again."""
         del self.awaiting[seq.request_id]
         self.running.append(seq)
         self.pool.move(seq.block_table, Owner.AWAITING, Owner.RUNNING)
         seq.state = SequenceState.RUNNING
         seq.wants_remote_kv = False
+        seq.num_registered_blocks = max(seq.num_registered_blocks, first_whole_block)
         self.advance(seq, seq.num_uncomputed_tokens)
 
     def fall_back(self, seq: Sequence) -> None:

@@ -51,7 +51,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_prefill_tokens: int = 0  # as of the last admission
     num_cached_tokens: int = 0  # found in the prefix cache at the last admission
-    num_registered_blocks: int = 0  # first blocks that were offered to the prefix cache
+    num_registered_blocks: int = 0  # first blocks that the prefix cache was offered, or never is
     block_table: list[int] = field(default_factory=list)
     sampler_state: Any = None  # the sampler's own; survives preemption
     draft: list[int] = field(default_factory=list)  # guessed tokens of the step that runs

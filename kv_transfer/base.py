@@ -31,6 +31,10 @@ class Peer:
     payload: bytes  # of its TransportOffer, as `KVTransfer.offer()` made it there
 
 
+# What of a pair of blocks is copied: offset in the remote one, in the local one, length; bytes.
+Pieces = tuple[tuple[int, int, int], ...]
+
+
 class TransferInDoubt(HandoverError):
     """A pull ended while its copy may still write into the destination blocks."""
 
@@ -42,7 +46,8 @@ class TransferInDoubt(HandoverError):
 class KVTransfer(ABC):
     """Reads KV blocks of peers into the local KV tensor.
 
-    `kv_cache` is `[num_blocks, ...]`, contiguous, block first; blocks are copied whole.
+    `kv_cache` is `[num_blocks, ...]`, contiguous, block first; blocks are copied whole, or in
+    pieces where the two workers' blocks differ in shape (`kv_transfer.layout`).
     All methods are called from one asyncio loop; none blocks it for more than a few hundred
     microseconds. Making one may take longer: memory is registered there.
     """
@@ -61,9 +66,11 @@ class KVTransfer(ABC):
         request_id: str,
         remote_block_ids: Sequence[int],
         local_block_ids: Sequence[int],
+        pieces: Sequence[Pieces] | None = None,
     ) -> None:
-        """Copies remote block i into local block i, for all i. Connects on first use of an
-        incarnation, dropping an older one of the same worker. Raises HandoverError."""
+        """Copies remote block i into local block i, for all i, or `pieces[i]` of it, which must
+        not overlap in a local block. Connects on first use of an incarnation, dropping an older
+        one of the same worker. Raises HandoverError."""
 
     @abstractmethod
     def carrier(self, peer: Peer) -> str:
@@ -87,19 +94,39 @@ def block_bytes(kv_cache: torch.Tensor) -> int:
 
 
 def check_block_ids(
-    remote_ids: Sequence[int], num_remote: int | None, local_ids: Sequence[int], num_local: int
+    remote_ids: Sequence[int],
+    num_remote: int | None,
+    local_ids: Sequence[int],
+    num_local: int,
+    may_repeat: bool = False,
 ) -> None:
-    """Refuses a copy that would leave one of the two tensors. `num_remote` None: the peer checks.
-    Raises HandoverError."""
+    """Refuses a copy that would leave one of the two tensors, or write a block twice unless it
+    `may_repeat`. `num_remote` None: the peer checks. Raises HandoverError."""
     if len(remote_ids) != len(local_ids):
         raise HandoverError(f"{len(remote_ids)} remote blocks for {len(local_ids)} local ones")
-    if len(set(local_ids)) != len(local_ids):
+    if not may_repeat and len(set(local_ids)) != len(local_ids):
         raise HandoverError("a local block is named twice in one pull")
     for side, ids, limit in (("remote", remote_ids, num_remote), ("local", local_ids, num_local)):
         if ids and (min(ids) < 0 or (limit is not None and max(ids) >= limit)):
             raise HandoverError(
                 f"{side} block ids {min(ids)}..{max(ids)} are out of range, {side} blocks: {limit}"
             )
+
+
+def check_pieces(
+    pieces: Sequence[Pieces], num_pairs: int, remote_bytes: int | None, local_bytes: int
+) -> None:
+    """Refuses pieces that leave a block. `remote_bytes` None: the peer checks. Raises
+    HandoverError."""
+    if len(pieces) != num_pairs:
+        raise HandoverError(f"pieces of {len(pieces)} blocks for {num_pairs}")
+    for kind in set(pieces):
+        for read, write, length in kind:
+            is_inside = min(read, write) >= 0 < length and write + length <= local_bytes
+            if not is_inside or (remote_bytes is not None and read + length > remote_bytes):
+                raise HandoverError(
+                    f"a piece of {length} bytes at {read}, for {write}, is outside of its blocks"
+                )
 
 
 async def settled(future: asyncio.Future, on_cancel) -> asyncio.CancelledError | None:

@@ -15,10 +15,28 @@ from kv_transfer.memory import flat_bytes
 _CUDA_STAGE_BLOCKS = 32
 
 
-def block_checksums(kv_cache: torch.Tensor, block_ids: Sequence[int]) -> list[int]:
-    """One checksum for each of `block_ids`, in order. `kv_cache` is `[num_blocks, ...]`.
-    Holds the GIL only between blocks; run it in a thread."""
-    return [xxhash.xxh3_64_intdigest(block) for block in _blocks(kv_cache, block_ids)]
+def block_checksums(
+    kv_cache: torch.Tensor,
+    block_ids: Sequence[int],
+    spans: Sequence[Sequence[tuple[int, int]]] | None = None,
+) -> list[int]:
+    """One checksum for each of `block_ids`, in order, or of `spans[i]` (offset and length, bytes)
+    of the i-th, joined. `kv_cache` is `[num_blocks, ...]`. Holds the GIL only between blocks; run
+    it in a thread."""
+    blocks = _blocks(kv_cache, block_ids)
+    if spans is None:
+        return [xxhash.xxh3_64_intdigest(block) for block in blocks]
+    return [_digest(block, parts) for block, parts in zip(blocks, spans, strict=True)]
+
+
+def _digest(block: memoryview, spans: Sequence[tuple[int, int]]) -> int:
+    if len(spans) == 1:
+        ((offset, length),) = spans
+        return xxhash.xxh3_64_intdigest(block[offset : offset + length])
+    digest = xxhash.xxh3_64()
+    for offset, length in spans:
+        digest.update(block[offset : offset + length])
+    return digest.intdigest()
 
 
 def compare(found: Sequence[int], expected: Sequence[int]) -> None:

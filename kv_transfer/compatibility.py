@@ -2,34 +2,26 @@
 
 from collections.abc import Mapping
 
-import torch
-
 from core.errors import IncompatiblePeerError
+from core.kv_compatibility import differences
+from kv_transfer.layout import KVShape
 
 # Grows when the meaning of a KV block, of the commit record or of the hand-over changes.
-PROTOCOL_VERSION = "1"
+PROTOCOL_VERSION = "2"
 
 
-def describe_cache(kv_cache: torch.Tensor, block_size: int, **more: str) -> dict[str, str]:
-    """The compatibility map of a worker: protocol, dtype and layout of its blocks
-    (`kv_cache` is `[num_blocks, ...]`), tokens in a block, and `more`: what else the meaning of
-    a block depends on (model fingerprint, rope, tensor-parallel degree)."""
-    return {
-        "protocol": PROTOCOL_VERSION,
-        "kv_dtype": str(kv_cache.dtype).removeprefix("torch."),
-        "block_shape": "x".join(str(size) for size in kv_cache.shape[1:]),
-        "block_size": str(block_size),
-        **more,
-    }
+def describe(shape: KVShape, **more: str) -> dict[str, str]:
+    """The compatibility map of a worker: protocol, shape of its KV, and `more`: what else its
+    meaning depends on (model fingerprint, dtypes, rope)."""
+    return {"protocol": PROTOCOL_VERSION, **more, **shape.fields()}
 
 
 def check(ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
-    """Raises IncompatiblePeerError naming every field that differs, with both values. A field
-    that only one side has is a difference."""
+    """Raises IncompatiblePeerError naming every field that keeps KV from passing, with both
+    values. A field that only one side has is one."""
     differing = [
         f"{name} (ours {ours.get(name, 'unset')}, theirs {theirs.get(name, 'unset')})"
-        for name in sorted(ours.keys() | theirs.keys())
-        if ours.get(name) != theirs.get(name)
+        for name in differences(ours, theirs)
     ]
     if differing:
         raise IncompatiblePeerError("workers differ in " + ", ".join(differing))

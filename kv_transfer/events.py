@@ -12,6 +12,7 @@ class Admitted:
     """The prefill has its blocks and will run. Sent once, first."""
 
     block_ids: tuple[int, ...]  # P's block of every position, the partial last one included
+    block_size: int  # tokens in each
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class Commit:
 
     num_tokens: int
     token_digest: bytes
-    checksums: tuple[int, ...]  # one for each block, or none at all
+    # None at all, or one for each copy of the plan (`kv_transfer.layout`), by destination rank.
+    checksums: tuple[int, ...]
     first_token: int
     first_logprobs: TokenLogprobs | None = None
 
@@ -44,11 +46,12 @@ Event = Admitted | Ready | Commit | Finished
 
 class EventFeed:
     """A lease told as events: `next` until it returns None, then again after `lease.changed`.
-    Readiness that grew several times is one event. Ends (`is_over`) when the lease was released
-    or finished."""
+    Readiness that grew several times is one event. The commit has no checksums: these are of what
+    one decode worker takes. Ends (`is_over`) when the lease was released or finished."""
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: Lease, block_size: int) -> None:
         self._lease = lease
+        self._block_size = block_size
         self._is_admitted_sent = False
         self._num_ready_sent = 0
         self._is_commit_sent = False
@@ -69,7 +72,7 @@ class EventFeed:
             return None
         if lease.block_ids is not None and not self._is_admitted_sent:
             self._is_admitted_sent = True
-            return Admitted(tuple(lease.block_ids))
+            return Admitted(tuple(lease.block_ids), self._block_size)
         if lease.num_ready_blocks > self._num_ready_sent:
             self._num_ready_sent = lease.num_ready_blocks
             return Ready(lease.num_ready_blocks)
@@ -79,7 +82,7 @@ class EventFeed:
             return Commit(
                 num_tokens=lease.num_tokens,
                 token_digest=lease.token_digest,
-                checksums=tuple(lease.checksums),
+                checksums=(),
                 first_token=lease.first_token,
                 first_logprobs=lease.first_logprobs,
             )

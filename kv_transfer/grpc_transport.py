@@ -1,40 +1,71 @@
 """KV over gRPC: the prefill worker streams its blocks, the decode worker copies them into place.
 
-A stream carries the blocks' bytes one after the other, in the order that was asked for, in pieces
-that know nothing of block edges. Flow control is HTTP/2's: a slow reader holds up the sender, so
-neither side buffers more than a few pieces.
+What a stream carries is in `wire.py`. Flow control is HTTP/2's: a slow reader holds up the sender,
+so neither side buffers more than a few pieces.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import grpc
-import numpy as np
 import torch
 
 from core.errors import HandoverError
-from kv_transfer.base import KVTransfer, Peer, block_bytes, check_block_ids
-from kv_transfer.memory import flat_bytes, keep_freed_memory
+from kv_transfer.base import (
+    KVTransfer,
+    Peer,
+    Pieces,
+    block_bytes,
+    check_block_ids,
+    check_pieces,
+)
+from kv_transfer.memory import keep_freed_memory
+from kv_transfer.wire import PIECE_BYTES, Writer, data_of, groups, reader, runs, serialized
 from rpc import worker_pb2 as pb
+from rpc import worker_pb2_grpc
 from rpc.channel import make_channel
 from rpc.status import error_from_rpc
 
-_PIECE_BYTES = 1 << 20
-_METHOD = "/pdserve.worker.v1.KvService/Pull"
-_DATA_TAG = 0x0A  # field 1, length-delimited
+_SERVICE = "pdserve.worker.v1.KvService"
+
+
+def add_kv_service(service: worker_pb2_grpc.KvServiceServicer, server: grpc.aio.Server) -> None:
+    """Serves `service`, whose `Pull` writes what `stream_blocks` yields: pieces that are
+    serialized already, which the generated code would not take."""
+    handlers = {
+        "Attach": grpc.unary_stream_rpc_method_handler(
+            service.Attach, pb.AttachRequest.FromString, pb.KvEvent.SerializeToString
+        ),
+        "Release": grpc.unary_unary_rpc_method_handler(
+            service.Release, pb.ReleaseRequest.FromString, pb.ReleaseResponse.SerializeToString
+        ),
+        "Pull": grpc.unary_stream_rpc_method_handler(service.Pull, pb.PullRequest.FromString),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
 
 
 async def stream_blocks(
-    kv_cache: torch.Tensor, block_ids: Sequence[int], piece_bytes: int = _PIECE_BYTES
-) -> AsyncIterator[pb.KvPiece]:
-    """The server's half: the bytes of `block_ids` in order. The caller has checked that the
-    blocks are pinned for the request, and keeps them so until the stream has ended. Raises
-    HandoverError for ids outside of the cache."""
-    check_block_ids(block_ids, kv_cache.shape[0], range(len(block_ids)), len(block_ids))
-    read = _reader(kv_cache)
-    for spans in _pieces(_runs(block_ids, block_bytes(kv_cache)), piece_bytes):
-        yield pb.KvPiece(data=read(spans))
+    kv_cache: torch.Tensor, request: pb.PullRequest, piece_bytes: int = PIECE_BYTES
+) -> AsyncIterator[bytes]:
+    """The server's half: what `request` asks for, in order, as serialized `KvPiece`s. The caller
+    has checked that the blocks are pinned for the request, and keeps them so until the stream has
+    ended. Raises HandoverError for what is outside of the cache or of a block."""
+    ids, size = request.block_ids, block_bytes(kv_cache)
+    check_block_ids(ids, kv_cache.shape[0], range(len(ids)), len(ids))
+    spans = None
+    if request.spans:
+        kinds = [list(zip(kind.offsets, kind.lengths, strict=False)) for kind in request.spans]
+        for kind, sent in zip(kinds, request.spans, strict=True):
+            is_whole = len(sent.offsets) == len(sent.lengths)
+            if not is_whole or any(o + n > size or n == 0 for o, n in kind):
+                raise HandoverError(f"spans asked for do not lie in blocks of {size} bytes")
+        if len(request.spans_of) != len(ids) or max(request.spans_of, default=0) >= len(kinds):
+            raise HandoverError("spans asked for and blocks do not match")
+        spans = [kinds[kind] for kind in request.spans_of]
+    read = reader(kv_cache)
+    for group in groups(runs(ids, size, spans), piece_bytes):
+        yield serialized(read(group))
 
 
 @dataclass(slots=True)
@@ -73,16 +104,23 @@ class GrpcTransfer(KVTransfer):
         request_id: str,
         remote_block_ids: Sequence[int],
         local_block_ids: Sequence[int],
+        pieces: Sequence[Pieces] | None = None,
     ) -> None:
         if self._is_closed:
             raise HandoverError("the KV transport is closed")
-        check_block_ids(remote_block_ids, None, local_block_ids, self.kv_cache.shape[0])
+        num_local = self.kv_cache.shape[0]
+        check_block_ids(remote_block_ids, None, local_block_ids, num_local, pieces is not None)
         if not local_block_ids:
             return
         request = pb.PullRequest(
             request_id=request_id, incarnation=peer.incarnation, block_ids=remote_block_ids
         )
-        writer = _Writer(self.kv_cache, _runs(local_block_ids, self._block_bytes))
+        spans = None
+        if pieces is not None:
+            check_pieces(pieces, len(local_block_ids), None, self._block_bytes)
+            _ask_for_pieces(request, pieces)
+            spans = [[(write, length) for _, write, length in kind] for kind in pieces]
+        writer = Writer(self.kv_cache, runs(local_block_ids, self._block_bytes, spans))
         call = self._method(peer)(request)
         try:
             while (message := await self._next(call, peer)) is not None:
@@ -120,7 +158,7 @@ class GrpcTransfer(KVTransfer):
             self._connections[peer.worker_id] = connection
         # No deserializer: parsing a piece would copy it once more.
         return connection.channel.unary_stream(
-            _METHOD, request_serializer=pb.PullRequest.SerializeToString
+            f"/{_SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString
         )
 
     def carrier(self, peer: Peer) -> str:
@@ -141,107 +179,18 @@ class GrpcTransfer(KVTransfer):
             await asyncio.wait(self._closing)
 
 
-Span = tuple[int, int]  # a range of bytes in the flat cache, end excluded
-
-
-def _runs(block_ids: Sequence[int], size: int) -> list[Span]:
-    """Where the blocks lie, neighbours joined, in order."""
-    runs: list[Span] = []
-    for block_id in block_ids:
-        start = block_id * size
-        if runs and runs[-1][1] == start:
-            runs[-1] = (runs[-1][0], start + size)
-        else:
-            runs.append((start, start + size))
-    return runs
-
-
-def _pieces(runs: list[Span], piece_bytes: int) -> Iterator[list[Span]]:
-    """The runs cut into groups of `piece_bytes` together; the last may be smaller."""
-    piece: list[Span] = []
-    room = piece_bytes
-    for start, end in runs:
-        while start < end:
-            step = min(room, end - start)
-            piece.append((start, start + step))
-            start += step
-            room -= step
-            if room == 0:
-                yield piece
-                piece, room = [], piece_bytes
-    if piece:
-        yield piece
-
-
-def _reader(kv_cache: torch.Tensor):
-    """A function from spans to their bytes, joined."""
-    if kv_cache.device.type == "cpu":
-        memory = flat_bytes(kv_cache).reshape(-1).data
-        return lambda spans: b"".join([memory[start:end] for start, end in spans])
-    flat = kv_cache.view(torch.uint8).view(-1)
-
-    def read(spans: list[Span]) -> bytes:
-        staged = torch.empty(
-            sum(end - start for start, end in spans), dtype=torch.uint8, pin_memory=True
-        )
-        offset = 0
-        for start, end in spans:
-            staged[offset : offset + end - start].copy_(flat[start:end])
-            offset += end - start
-        return staged.numpy().tobytes()
-
-    return read
-
-
-class _Writer:
-    """Fills `runs` of the cache with consecutive bytes."""
-
-    def __init__(self, kv_cache: torch.Tensor, runs: list[Span]) -> None:
-        self._runs = iter(runs)
-        self._start, self._end = next(self._runs)
-        self._expected = sum(end - start for start, end in runs)
-        self._received = 0
-        self._cuda = None if kv_cache.device.type == "cpu" else kv_cache.view(torch.uint8).view(-1)
-        self._memory = flat_bytes(kv_cache).reshape(-1) if self._cuda is None else None
-
-    def write(self, data: memoryview, who: str) -> None:
-        """Raises HandoverError, with nothing of `data` written, if it is more than is missing."""
-        self._received += len(data)
-        if self._received > self._expected:
-            raise HandoverError(f"{who} sent more than the {self._expected} bytes of KV asked for")
-        source = np.frombuffer(data, dtype=np.uint8)
-        while len(source):
-            if self._start == self._end:
-                self._start, self._end = next(self._runs)
-            step = min(len(source), self._end - self._start)
-            self._put(source[:step])
-            source = source[step:]
-            self._start += step
-
-    def _put(self, source: np.ndarray) -> None:
-        stop = self._start + len(source)
-        if self._memory is not None:
-            self._memory[self._start : stop] = source
-        elif self._cuda is not None:
-            # Staged, and waited for: nothing may write any more once `pull` has ended.
-            staged = torch.empty(len(source), dtype=torch.uint8, pin_memory=True)
-            staged.numpy()[:] = source
-            self._cuda[self._start : stop].copy_(staged)
-
-    def finish(self, who: str) -> None:
-        if self._received < self._expected:
-            raise HandoverError(f"{who} sent {self._received} of {self._expected} bytes of KV")
+def _ask_for_pieces(request: pb.PullRequest, pieces: Sequence[Pieces]) -> None:
+    """Names each kind of pieces once; blocks of one plan have few."""
+    kinds: dict[Pieces, int] = {}
+    for kind in pieces:
+        if kind not in kinds:
+            kinds[kind] = len(kinds)
+            request.spans.add(
+                offsets=[read for read, _, _ in kind], lengths=[length for _, _, length in kind]
+            )
+        request.spans_of.append(kinds[kind])
 
 
 def _data_of(message: bytes) -> memoryview:
-    """`KvPiece.data` of a serialized message, without a copy in its usual form: one field."""
-    if message and message[0] == _DATA_TAG:
-        length = shift = 0
-        for position in range(1, min(len(message), 6)):
-            length |= (message[position] & 0x7F) << shift
-            shift += 7
-            if message[position] < 0x80:
-                if length == len(message) - position - 1:
-                    return memoryview(message)[position + 1 :]
-                break
-    return memoryview(pb.KvPiece.FromString(message).data)
+    data = data_of(message)
+    return memoryview(pb.KvPiece.FromString(message).data) if data is None else data

@@ -70,7 +70,6 @@ class Lease:
         self.num_tokens = 0
         self.block_ids: list[int] | None = None
         self.num_ready_blocks = 0
-        self.checksums: list[int] = []
         self.first_token: int | None = None
         self.first_logprobs: TokenLogprobs | None = None
         self.finish_reason: FinishReason | None = None
@@ -132,10 +131,9 @@ class LeaseTable:
             lease.block_ids = block_ids
             lease.changed.set()
 
-    def ready(self, request_id: str, checksums: list[int], num_ready_blocks: int) -> None:
-        """Blocks up to `num_ready_blocks` are final; `checksums` are those of the new ones."""
+    def ready(self, request_id: str, num_ready_blocks: int) -> None:
+        """Blocks up to `num_ready_blocks` are final."""
         if lease := self._computing(request_id):
-            lease.checksums.extend(checksums)
             lease.num_ready_blocks = num_ready_blocks
             lease.changed.set()
 
@@ -229,7 +227,6 @@ class LeaseTable:
     def _end(self, lease: Lease, state: LeaseState) -> None:
         lease.state = state
         lease.block_ids = None
-        lease.checksums = []
         lease.changed.set()
         lease.ended.set()
         del self._leases[lease.request_id]

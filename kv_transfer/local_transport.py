@@ -7,7 +7,15 @@ import numpy as np
 import torch
 
 from core.errors import HandoverError
-from kv_transfer.base import KVTransfer, Peer, TransferInDoubt, block_bytes, check_block_ids
+from kv_transfer.base import (
+    KVTransfer,
+    Peer,
+    Pieces,
+    TransferInDoubt,
+    block_bytes,
+    check_block_ids,
+    check_pieces,
+)
 from kv_transfer.memory import flat_bytes
 
 
@@ -91,28 +99,41 @@ class LocalTransfer(KVTransfer):
         request_id: str,
         remote_block_ids: Sequence[int],
         local_block_ids: Sequence[int],
+        pieces: Sequence[Pieces] | None = None,
     ) -> None:
         if self._is_closed:
             raise HandoverError("the KV transport is closed")
-        source = self._network.cache_of(peer)
-        if block_bytes(source) != self._block_bytes:
+        source, size = self._network.cache_of(peer), self._block_bytes
+        check_block_ids(
+            remote_block_ids,
+            len(source),
+            local_block_ids,
+            len(self.kv_cache),
+            may_repeat=pieces is not None,
+        )
+        if pieces is not None:
+            check_pieces(pieces, len(local_block_ids), block_bytes(source), size)
+        elif block_bytes(source) != size:
             raise HandoverError(
-                f"blocks of {peer.worker_id} have {block_bytes(source)} bytes, "
-                f"ours {self._block_bytes}"
+                f"blocks of {peer.worker_id} have {block_bytes(source)} bytes, ours {size}"
             )
-        check_block_ids(remote_block_ids, len(source), local_block_ids, len(self.kv_cache))
-        for position, ids in enumerate(zip(remote_block_ids, local_block_ids, strict=True)):
+        kinds = pieces if pieces is not None else [((0, 0, size),)] * len(local_block_ids)
+        for position, copy in enumerate(zip(remote_block_ids, local_block_ids, kinds, strict=True)):
             if hook := self._network.before_block:
                 await hook(peer, request_id, position)
-            await self._bounded(peer, asyncio.create_task(self._copy(peer, position, *ids)))
+            await self._bounded(peer, asyncio.create_task(self._copy(peer, position, *copy)))
         self._carriers.add((peer.worker_id, peer.incarnation))
 
-    async def _copy(self, peer: Peer, position: int, remote_id: int, local_id: int) -> None:
+    async def _copy(
+        self, peer: Peer, position: int, remote_id: int, local_id: int, pieces: Pieces
+    ) -> None:
         await self._network.ready(peer.worker_id)
         if self._is_closed:
             raise HandoverError("the KV transport was closed")
         block = flat_bytes(self.kv_cache)[local_id]
-        block[:] = flat_bytes(self._network.cache_of(peer))[remote_id]
+        remote = flat_bytes(self._network.cache_of(peer))[remote_id]
+        for read, write, length in pieces:
+            block[write : write + length] = remote[read : read + length]
         if hook := self._network.after_block:
             hook(peer, position, block)
 

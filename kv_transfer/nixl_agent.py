@@ -82,6 +82,15 @@ class NixlOffer:
         return cls(name, memory_type, device, base, size, count, machine, metadata)
 
 
+@dataclass(frozen=True, slots=True)
+class ReadBatch:
+    """What one read copies: whole blocks, as their indices (int32 `[n]`), or pieces of blocks, as
+    addresses, lengths and device ids (uint64 `[n, 3]`)."""
+
+    remote: np.ndarray
+    local: np.ndarray
+
+
 @dataclass(slots=True)
 class Connection:
     """What this agent holds about a remote one. `reads` counts reads that are not over: until
@@ -159,21 +168,29 @@ class NixlAgent:
         with contextlib.suppress(Exception):
             self._agent.invalidateRemoteMD(connection.offer.agent_name)
 
-    def post_read(
-        self, connection: Connection, remote_ids: np.ndarray, local_ids: np.ndarray
-    ) -> int | None:
-        """Starts a copy of remote blocks into local ones (int32 arrays). Returns a handle, or
-        None if it is over already."""
-        handle = self._agent.makeXferReq(
-            self._nixl.NIXL_READ,
-            self._local_blocks,
-            local_ids,
-            connection.remote_blocks,
-            remote_ids,
-            "",
-            [],
-            False,
-        )
+    def post_read(self, connection: Connection, batch: ReadBatch) -> int | None:
+        """Starts a copy. Returns a handle, or None if it is over already."""
+        if batch.remote.ndim == 1:
+            handle = self._agent.makeXferReq(
+                self._nixl.NIXL_READ,
+                self._local_blocks,
+                batch.local,
+                connection.remote_blocks,
+                batch.remote,
+                "",
+                [],
+                False,
+            )
+        else:
+            offer = connection.offer
+            handle = self._agent.createXferReq(
+                self._nixl.NIXL_READ,
+                self._pieces(self.kv_cache.device.type, batch.local),
+                self._pieces(offer.memory_type, batch.remote),
+                offer.agent_name,
+                "",
+                [],
+            )
         try:
             is_running = self._agent.postXferReq(handle, "") == self._nixl.NIXL_IN_PROG
         except BaseException:
@@ -218,6 +235,9 @@ class NixlAgent:
         address, size, device = block
         strided = np.array([[address, size, device, size, count]], dtype=np.uint64)
         return self._agent.prepXferDlist(agent_name, self._memory_type(memory_type), strided, [])
+
+    def _pieces(self, memory_type: str, pieces: np.ndarray):
+        return self._nixl.nixlXferDList(self._memory_type(memory_type), pieces)
 
     def _memory_type(self, device_type: str):
         return self._nixl.VRAM_SEG if device_type == "cuda" else self._nixl.DRAM_SEG

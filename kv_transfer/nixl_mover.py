@@ -1,27 +1,24 @@
 """The thread that moves blocks: every call to NIXL of a worker is made here.
 
-Reads of all peers go on side by side, each in pieces of about 2 MiB with a few pieces under way,
-so that a stalled peer holds up nobody, a cancel takes effect between two pieces, and one pull
-does not starve another. With nothing to do the thread sleeps on its queue.
+Reads of all peers go on side by side, each in batches of about 2 MiB with a few under way, so that
+a stalled peer holds up nobody, a cancel takes effect between two batches, and one pull does not
+starve another. With nothing to do the thread sleeps on its queue.
 """
 
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import numpy as np
-
 from core.errors import HandoverError
-from kv_transfer.nixl_agent import Connection, NixlAgent, NixlOffer
+from kv_transfer.nixl_agent import Connection, NixlAgent, NixlOffer, ReadBatch
 
 logger = logging.getLogger(__name__)
 
-_PIECE_BYTES = 2 * 1024 * 1024
-_MAX_PIECES_UNDER_WAY = 4
+_MAX_BATCHES_UNDER_WAY = 4
 _BUSY_DELAY_S = 50e-6
 _DOUBT_DELAY_S = 5e-3
 
@@ -40,8 +37,7 @@ class Job:
 
     worker_id: str
     offer: NixlOffer
-    remote_ids: np.ndarray
-    local_ids: np.ndarray
+    batches: Sequence[ReadBatch]  # at least one
     on_end: Callable[[Outcome, Exception | None, str], None]  # with the carrier
     on_quiet: Callable[[], None]
     # The mover's own.
@@ -64,7 +60,6 @@ class Mover:
         self._agent = agent
         self._liveness_s = liveness_s
         self._cancel_s = min(cancel_s, liveness_s)
-        self._piece_blocks = max(1, _PIECE_BYTES // agent.offer.block_bytes)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._jobs: list[Job] = []
         self._connections: dict[str, Connection] = {}
@@ -79,7 +74,7 @@ class Mover:
         self._commands.put(lambda: self._start(job))
 
     def cancel(self, job: Job) -> None:
-        """Posts no further piece; the job ends when those under way are over."""
+        """Posts no further batch; the job ends when those under way are over."""
         self._commands.put(lambda: self._cancel(job))
 
     def forget(self, worker_id: str) -> None:
@@ -163,17 +158,17 @@ class Mover:
             job.error = job.error or HandoverError("the KV transport was closed")
 
     def _advance(self, job: Job) -> bool:
-        """One round for one job: look at its reads, post the next piece, or end it. Returns
+        """One round for one job: look at its reads, post the next batch, or end it. Returns
         whether anything happened."""
         connection = job.connection
         assert connection is not None
         moved = self._poll(job, connection)
-        is_complete = job.num_posted == len(job.local_ids)
+        is_complete = job.num_posted == len(job.batches)
         may_post = not (is_complete or job.error or job.is_cancelled or job.is_in_doubt)
-        if may_post and len(job.handles) < _MAX_PIECES_UNDER_WAY:
+        if may_post and len(job.handles) < _MAX_BATCHES_UNDER_WAY:
             self._post(job, connection)
             moved = True
-            is_complete = job.num_posted == len(job.local_ids)
+            is_complete = job.num_posted == len(job.batches)
         if not job.handles and (is_complete or job.error or job.is_cancelled or job.is_in_doubt):
             self._end(job, connection)
             return True
@@ -203,13 +198,12 @@ class Mover:
         return moved
 
     def _post(self, job: Job, connection: Connection) -> None:
-        piece = slice(job.num_posted, job.num_posted + self._piece_blocks)
         try:
-            handle = self._agent.post_read(connection, job.remote_ids[piece], job.local_ids[piece])
+            handle = self._agent.post_read(connection, job.batches[job.num_posted])
         except Exception as error:
             self._fail(job, error)
             return
-        job.num_posted = min(piece.stop, len(job.local_ids))
+        job.num_posted += 1
         if handle is not None:
             job.handles.append(handle)
             connection.reads += 1
@@ -224,7 +218,7 @@ class Mover:
             job.on_quiet()
         elif job.error is not None:
             job.on_end(Outcome.FAILED, job.error, "")
-        elif job.is_cancelled and job.num_posted < len(job.local_ids):
+        elif job.is_cancelled and job.num_posted < len(job.batches):
             job.on_end(Outcome.CANCELLED, None, "")
         else:
             job.on_end(Outcome.DONE, None, self._agent.carrier(connection))

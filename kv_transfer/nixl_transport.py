@@ -7,9 +7,20 @@ import numpy as np
 import torch
 
 from core.errors import HandoverError
-from kv_transfer.base import KVTransfer, Peer, TransferInDoubt, check_block_ids, settled
-from kv_transfer.nixl_agent import NixlAgent, NixlOffer
+from kv_transfer.base import (
+    KVTransfer,
+    Peer,
+    Pieces,
+    TransferInDoubt,
+    check_block_ids,
+    check_pieces,
+    settled,
+)
+from kv_transfer.nixl_agent import NixlAgent, NixlOffer, ReadBatch
 from kv_transfer.nixl_mover import Job, Mover, Outcome
+
+_BATCH_BYTES = 2 * 1024 * 1024
+_BATCH_PIECES = 4096
 
 
 class NixlTransfer(KVTransfer):
@@ -50,31 +61,41 @@ class NixlTransfer(KVTransfer):
         request_id: str,
         remote_block_ids: Sequence[int],
         local_block_ids: Sequence[int],
+        pieces: Sequence[Pieces] | None = None,
     ) -> None:
-        offer = NixlOffer.decode(peer.payload)
+        offer, own = NixlOffer.decode(peer.payload), self._own
         if self._is_closed:
             raise HandoverError("the KV transport is closed")
-        if offer.block_bytes != self._own.block_bytes:
+        check_block_ids(
+            remote_block_ids,
+            offer.num_blocks,
+            local_block_ids,
+            own.num_blocks,
+            may_repeat=pieces is not None,
+        )
+        if pieces is not None:
+            check_pieces(pieces, len(local_block_ids), offer.block_bytes, own.block_bytes)
+        elif offer.block_bytes != own.block_bytes:
             raise HandoverError(
-                f"blocks of {peer.worker_id} have {offer.block_bytes} bytes, "
-                f"ours {self._own.block_bytes}"
+                f"blocks of {peer.worker_id} have {offer.block_bytes} bytes, ours {own.block_bytes}"
             )
-        check_block_ids(remote_block_ids, offer.num_blocks, local_block_ids, self._own.num_blocks)
         if not local_block_ids:
             return
-        await self._run(peer, offer, remote_block_ids, local_block_ids)
+        remote, local = (np.asarray(ids, np.int32) for ids in (remote_block_ids, local_block_ids))
+        if pieces is None:
+            batches = _block_batches(remote, local, own.block_bytes)
+        else:
+            batches = _piece_batches(offer, own, remote, local, pieces)
+        await self._run(peer, offer, batches)
 
-    async def _run(
-        self, peer: Peer, offer: NixlOffer, remote_ids: Sequence[int], local_ids: Sequence[int]
-    ) -> None:
+    async def _run(self, peer: Peer, offer: NixlOffer, batches: list[ReadBatch]) -> None:
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[tuple[Outcome, Exception | None, str]] = loop.create_future()
         quiet = asyncio.Event()
         job = Job(
             worker_id=peer.worker_id,
             offer=offer,
-            remote_ids=np.asarray(remote_ids, dtype=np.int32),
-            local_ids=np.asarray(local_ids, dtype=np.int32),
+            batches=batches,
             on_end=lambda *result: _call(loop, ended.set_result, result),
             on_quiet=lambda: _call(loop, quiet.set),
         )
@@ -111,6 +132,49 @@ class NixlTransfer(KVTransfer):
             return
         self._is_closed = True
         await asyncio.to_thread(self._mover.stop)
+
+
+def _block_batches(remote: np.ndarray, local: np.ndarray, block_bytes: int) -> list[ReadBatch]:
+    step = max(1, _BATCH_BYTES // block_bytes)
+    return [
+        ReadBatch(remote[start : start + step], local[start : start + step])
+        for start in range(0, len(local), step)
+    ]
+
+
+def _piece_batches(
+    offer: NixlOffer,
+    own: NixlOffer,
+    remote_ids: np.ndarray,
+    local_ids: np.ndarray,
+    pieces: Sequence[Pieces],
+) -> list[ReadBatch]:
+    """One descriptor for each piece; pieces that are neighbours on both sides are one."""
+    kinds = {kind: np.array(kind, np.uint64).reshape(-1, 3) for kind in set(pieces)}
+    each = [kinds[kind] for kind in pieces]
+    counts = [len(kind) for kind in each]
+
+    def addresses_of(side: NixlOffer, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        blocks = np.repeat(ids.astype(np.uint64), counts) * np.uint64(side.block_bytes)
+        return np.uint64(side.base_address) + blocks + offsets
+
+    reads, writes, length = np.concatenate(each).T
+    read, write = addresses_of(offer, remote_ids, reads), addresses_of(own, local_ids, writes)
+    is_joined = (read[1:] == read[:-1] + length[:-1]) & (write[1:] == write[:-1] + length[:-1])
+    starts = np.flatnonzero(np.concatenate(([True], ~is_joined)))
+    lengths = np.add.reduceat(length, starts)
+
+    def descriptors(addresses: np.ndarray, device_id: int) -> np.ndarray:
+        devices = np.full(len(starts), device_id, np.uint64)
+        return np.ascontiguousarray(np.stack((addresses[starts], lengths, devices), axis=1))
+
+    remote, local = descriptors(read, offer.device_id), descriptors(write, own.device_id)
+    # A batch ends with the piece that fills it.
+    before = np.cumsum(lengths) - lengths
+    number = np.maximum(before // _BATCH_BYTES, np.arange(len(starts)) // _BATCH_PIECES)
+    cuts = np.flatnonzero(np.diff(number)) + 1
+    both = zip(np.split(remote, cuts), np.split(local, cuts), strict=True)
+    return [ReadBatch(*batch) for batch in both]
 
 
 def _cause(error: Exception | None) -> str:

@@ -77,8 +77,10 @@ _S = ReceiveState
 
 
 class Receive:
-    """One hand-over at a decode worker: `num_blocks` blocks for `num_tokens` tokens.
+    """One hand-over at a decode worker, of `num_tokens` tokens in blocks of `block_size`.
 
+    P's blocks may have another size, which its admission says. Positions and counts are of P's
+    blocks: what is final, here, or being pulled. Only `local_ids` are this worker's own.
     `give_back` frees whatever the engine holds for the attempt, in whatever state it is there.
     """
 
@@ -87,18 +89,20 @@ class Receive:
         *,
         num_tokens: int,
         token_digest: bytes,
-        num_blocks: int,
+        block_size: int,
         give_back: Callable[[], None],
     ) -> None:
         self.state = _S.ATTACHED
         self.num_tokens = num_tokens
         self.token_digest = token_digest
-        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.remote_block_size = 0  # unknown before the admission
+        self.num_blocks = 0  # P's, for all tokens
         self.remote_ids: tuple[int, ...] = ()
         self.local_ids: tuple[int, ...] = ()
-        self.num_held = 0  # leading blocks that were here already
+        self.num_held_tokens = 0  # leading tokens that were here already
         self.num_ready = 0  # leading blocks that are final at P
-        self.num_here = 0  # leading blocks that are here
+        self.num_here = 0  # leading blocks that are here whole
         self.pulling = (0, 0)  # positions, the end excluded
         self.tail_blocks = 0  # not yet here when the commit record came
         self.commit: Commit | None = None
@@ -123,8 +127,8 @@ class Receive:
         if not self.state.is_live:
             return
         match event:
-            case Admitted(block_ids):
-                self._admitted(block_ids)
+            case Admitted(block_ids, block_size):
+                self._admitted(block_ids, block_size)
             case Ready(num_blocks):
                 self._ready(num_blocks)
             case Commit():
@@ -136,17 +140,18 @@ class Receive:
                 self._is_finished, self.finish_reason = True, reason
                 self._stop()
 
-    def _admitted(self, block_ids: tuple[int, ...]) -> None:
+    def _admitted(self, block_ids: tuple[int, ...], block_size: int) -> None:
         if self.state is not _S.ATTACHED:
             self._out_of_turn("a second admission")
-        elif len(block_ids) != self.num_blocks:
+            return
+        needed = -(-self.num_tokens // block_size)
+        if len(block_ids) != needed:
             self.fail(
-                HandoverError(
-                    f"P has {len(block_ids)} blocks for the prompt, {self.num_blocks} are needed"
-                )
+                HandoverError(f"P has {len(block_ids)} blocks for the prompt, {needed} are needed")
             )
         else:
-            self.remote_ids = block_ids
+            self.remote_ids, self.remote_block_size = block_ids, block_size
+            self.num_blocks = needed
             self.state = _S.RESERVING
 
     def _ready(self, num_blocks: int) -> None:
@@ -159,12 +164,11 @@ class Receive:
             self._go_on()
 
     def _committed(self, commit: Commit) -> None:
-        if self.num_ready != self.num_blocks or self.commit is not None:
+        is_early = self.state is _S.ATTACHED or self.num_ready != self.num_blocks
+        if is_early or self.commit is not None:
             self._out_of_turn(f"a commit record at {self.num_ready} of {self.num_blocks} blocks")
         elif (commit.num_tokens, commit.token_digest) != (self.num_tokens, self.token_digest):
             self.fail(HandoverError("the commit record is for other tokens"))
-        elif len(commit.checksums) not in (0, self.num_blocks):
-            self._out_of_turn(f"{len(commit.checksums)} checksums for {self.num_blocks} blocks")
         else:
             self.commit = commit
             self.tail_blocks = self.num_blocks - self.num_here
@@ -184,22 +188,27 @@ class Receive:
             self._stop()
 
     def reserved(self, local_ids: tuple[int, ...], num_held: int) -> None:
-        """This worker's block of every position; the first `num_held` need no pull."""
+        """This worker's block of every position; the first `num_held` of them need no pull."""
+        needed = -(-self.num_tokens // self.block_size)
         if self.state is not _S.RESERVING:
             self._out_of_turn("blocks that nobody asked for")
-        elif len(local_ids) != self.num_blocks or not 0 <= num_held <= self.num_blocks:
-            self.fail(HandoverError(f"{len(local_ids)} blocks were reserved for {self.num_blocks}"))
+        elif len(local_ids) != needed or not 0 <= num_held <= needed:
+            self.fail(HandoverError(f"{len(local_ids)} blocks were reserved for {needed}"))
         else:
             self.local_ids = local_ids
-            self.num_held = self.num_here = num_held
+            self.num_held_tokens = min(num_held * self.block_size, self.num_tokens)
+            is_all_held = self.num_held_tokens == self.num_tokens
+            whole = self.num_held_tokens // self.remote_block_size
+            self.num_here = self.num_blocks if is_all_held else whole
             if self.commit is not None:
-                self.tail_blocks = self.num_blocks - num_held
+                self.tail_blocks = self.num_blocks - self.num_here
             self.state = _S.RESERVED
             self._go_on()
 
     @property
     def next_pull(self) -> tuple[int, int] | None:
-        """Positions that are final at P and missing here, the end excluded, if a pull may begin."""
+        """Positions that are final at P and missing here, the end excluded, if a pull may begin.
+        Of the first, tokens before `num_held_tokens` are here."""
         if self.state is not _S.RESERVED or self.num_here >= self.num_ready:
             return None
         return self.num_here, self.num_ready

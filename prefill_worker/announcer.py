@@ -4,26 +4,17 @@ import asyncio
 
 from core.errors import EngineError
 from engine.types import SequenceOutput
-from kv_transfer.checksum import block_checksums
 from kv_transfer.lease import LeaseTable
 from worker.runtime import WorkerRuntime
 
 
 class Announcer:
     """Announces the blocks of one attempt in order: admitted, ready as chunks become final, then
-    the commit or the finish.
+    the commit or the finish."""
 
-    Checksums are made on a thread while the engine computes the next chunk. The commit waits for
-    them; the first token does not.
-    """
-
-    def __init__(
-        self, runtime: WorkerRuntime, leases: LeaseTable, request_id: str, checksum: bool
-    ) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: WorkerRuntime, leases: LeaseTable, request_id: str) -> None:
         self._leases = leases
         self._request_id = request_id
-        self._checksum = checksum
         self._block_size = runtime.settings.engine.block_size
         self._block_table: list[int] = []
         self._outputs: asyncio.Queue[SequenceOutput] = asyncio.Queue()
@@ -59,15 +50,9 @@ class Announcer:
             if output.token_ids:
                 num_final = len(self._block_table)
             if num_final > num_ready:
-                sums = await self._checksums(self._block_table[num_ready:num_final])
                 num_ready = num_final
-                leases.ready(request_id, sums, num_ready)
+                leases.ready(request_id, num_ready)
             if output.token_ids:
                 logprobs = output.logprobs[0] if output.logprobs else None
                 leases.commit(request_id, output.token_ids[0], logprobs)
                 return
-
-    async def _checksums(self, block_ids: list[int]) -> list[int]:
-        if not self._checksum:
-            return []
-        return await asyncio.to_thread(block_checksums, self._runtime.engine.kv_cache, block_ids)

@@ -22,7 +22,6 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
     def __init__(self, runtime: WorkerRuntime, leases: LeaseTable) -> None:
         self._runtime = runtime
         self._leases = leases
-        self._checksum = runtime.settings.config.kv_transfer.checksum
 
     async def Prefill(self, message: pb.PrefillRequest, context: grpc.aio.ServicerContext) -> None:
         # Not a generator: a cancelled call must always arrive as CancelledError in here.
@@ -57,7 +56,7 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         runtime, leases, request_id = self._runtime, self._leases, request.request_id
         tokens = request.token_ids
         lease = leases.open(request_id, token_digest(tokens), len(tokens))
-        announcer = Announcer(runtime, leases, request_id, self._checksum)
+        announcer = Announcer(runtime, leases, request_id)
         try:
             with runtime.outputs.open(request_id) as outputs:
                 matcher = await runtime.matcher(request)

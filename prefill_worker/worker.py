@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from core.errors import PdserveError, UnavailableError
 from core.worker_settings import WorkerSettings
+from kv_transfer.grpc_transport import add_kv_service
 from kv_transfer.lease import LeaseTable
 from prefill_worker.kv_service import KvService
 from prefill_worker.prefill_service import PrefillService
@@ -38,9 +39,7 @@ class PrefillWorker:
         worker_pb2_grpc.add_PrefillServiceServicer_to_server(
             PrefillService(self.runtime, self.leases), server
         )
-        worker_pb2_grpc.add_KvServiceServicer_to_server(
-            KvService(self.runtime, self.leases), server
-        )
+        add_kv_service(KvService(self.runtime, self.leases), server)
         self._sweeper = asyncio.create_task(self._sweep(), name="lease sweep")
         await self.runtime.serve()
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 import grpc
 
 from core.errors import UnavailableError
+from core.kv_compatibility import differences
 from core.types import Role
 from router.worker import Worker
 from rpc import cluster_pb2, cluster_pb2_grpc, worker_pb2
@@ -64,19 +65,17 @@ class Registry:
         """Whether KV may pass between two ready workers. Says why not, once for each pair."""
         assert prefill.info is not None and decode.info is not None
         ours, theirs = prefill.info.compatibility, decode.info.compatibility
-        if ours == theirs:
+        if ours == theirs or not (names := differences(ours, theirs)):
             return True
         key = (prefill.incarnation, decode.incarnation)
         if key not in self._mismatches:
             if len(self._mismatches) > 4096:
                 self._mismatches.clear()
             self._mismatches.add(key)
-            differing = sorted(
+            what = ", ".join(
                 f"{name} ({ours.get(name, 'unset')} and {theirs.get(name, 'unset')})"
-                for name in {*ours, *theirs}
-                if ours.get(name) != theirs.get(name)
+                for name in names
             )
-            what = ", ".join(differing)
             logger.warning("%s and %s are never paired: %s differ", prefill.id, decode.id, what)
         return False
 

@@ -58,7 +58,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("id", "role", "host", "pid", "address", "incarnation", "model", "compatibility", "max_model_len", "block_size", "num_kv_blocks", "kv_block_bytes", "transports", "max_num_seqs")
+    __slots__ = ("id", "role", "host", "pid", "address", "incarnation", "model", "compatibility", "max_model_len", "block_size", "num_kv_blocks", "kv_block_bytes", "transports", "max_num_seqs", "ranks")
     class CompatibilityEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class WorkerInfo(_message.Message):
     KV_BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     id: str
     role: Role
     host: str
@@ -94,7 +95,18 @@ class WorkerInfo(_message.Message):
     kv_block_bytes: int
     transports: _containers.RepeatedCompositeFieldContainer[TransportOffer]
     max_num_seqs: int
-    def __init__(self, id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., compatibility: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_bytes: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., max_num_seqs: _Optional[int] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[KvRankInfo]
+    def __init__(self, id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., compatibility: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_bytes: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., max_num_seqs: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[KvRankInfo, _Mapping]]] = ...) -> None: ...
+
+class KvRankInfo(_message.Message):
+    __slots__ = ("address", "incarnation", "transports")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    incarnation: str
+    transports: _containers.RepeatedCompositeFieldContainer[TransportOffer]
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ...) -> None: ...
 
 class TransportOffer(_message.Message):
     __slots__ = ("name", "payload")
@@ -439,10 +451,12 @@ class KvEvent(_message.Message):
     def __init__(self, admitted: _Optional[_Union[KvAdmitted, _Mapping]] = ..., ready: _Optional[_Union[KvReady, _Mapping]] = ..., commit: _Optional[_Union[KvCommit, _Mapping]] = ..., finished: _Optional[_Union[KvFinished, _Mapping]] = ...) -> None: ...
 
 class KvAdmitted(_message.Message):
-    __slots__ = ("block_ids",)
+    __slots__ = ("block_ids", "block_size")
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     block_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    block_size: int
+    def __init__(self, block_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class KvReady(_message.Message):
     __slots__ = ("num_ready_blocks",)
@@ -487,17 +501,151 @@ class ReleaseResponse(_message.Message):
     def __init__(self, pinned: _Optional[bool] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("request_id", "incarnation", "block_ids")
+    __slots__ = ("request_id", "incarnation", "block_ids", "spans", "spans_of")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_OF_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     incarnation: str
     block_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    spans: _containers.RepeatedCompositeFieldContainer[KvSpans]
+    spans_of: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., spans: _Optional[_Iterable[_Union[KvSpans, _Mapping]]] = ..., spans_of: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class KvSpans(_message.Message):
+    __slots__ = ("offsets", "lengths")
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    lengths: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, offsets: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KvPiece(_message.Message):
     __slots__ = ("data",)
     DATA_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class GetRankInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RankPullCommand(_message.Message):
+    __slots__ = ("start", "stop")
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    start: RankPull
+    stop: RankPullStop
+    def __init__(self, start: _Optional[_Union[RankPull, _Mapping]] = ..., stop: _Optional[_Union[RankPullStop, _Mapping]] = ...) -> None: ...
+
+class RankPull(_message.Message):
+    __slots__ = ("request_id", "source", "num_tokens", "first_token", "start", "stop", "remote_ids", "local_ids", "wants_checksums")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_IDS_FIELD_NUMBER: _ClassVar[int]
+    WANTS_CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    source: KvSource
+    num_tokens: int
+    first_token: int
+    start: int
+    stop: int
+    remote_ids: _containers.RepeatedScalarFieldContainer[int]
+    local_ids: _containers.RepeatedScalarFieldContainer[int]
+    wants_checksums: bool
+    def __init__(self, request_id: _Optional[str] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ..., num_tokens: _Optional[int] = ..., first_token: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., remote_ids: _Optional[_Iterable[int]] = ..., local_ids: _Optional[_Iterable[int]] = ..., wants_checksums: _Optional[bool] = ...) -> None: ...
+
+class KvSource(_message.Message):
+    __slots__ = ("worker_id", "block_size", "ranks")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    block_size: int
+    ranks: _containers.RepeatedCompositeFieldContainer[KvRankInfo]
+    def __init__(self, worker_id: _Optional[str] = ..., block_size: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[KvRankInfo, _Mapping]]] = ...) -> None: ...
+
+class RankPullStop(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RankPullEvent(_message.Message):
+    __slots__ = ("done", "failed", "stopped", "in_doubt", "quiet")
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    STOPPED_FIELD_NUMBER: _ClassVar[int]
+    IN_DOUBT_FIELD_NUMBER: _ClassVar[int]
+    QUIET_FIELD_NUMBER: _ClassVar[int]
+    done: RankPulled
+    failed: RankPullFailed
+    stopped: RankPullStopped
+    in_doubt: RankPullFailed
+    quiet: RankPullQuiet
+    def __init__(self, done: _Optional[_Union[RankPulled, _Mapping]] = ..., failed: _Optional[_Union[RankPullFailed, _Mapping]] = ..., stopped: _Optional[_Union[RankPullStopped, _Mapping]] = ..., in_doubt: _Optional[_Union[RankPullFailed, _Mapping]] = ..., quiet: _Optional[_Union[RankPullQuiet, _Mapping]] = ...) -> None: ...
+
+class RankPulled(_message.Message):
+    __slots__ = ("num_bytes", "checksums", "carriers")
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    CARRIERS_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    carriers: _containers.RepeatedCompositeFieldContainer[KvCarrier]
+    def __init__(self, num_bytes: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ..., carriers: _Optional[_Iterable[_Union[KvCarrier, _Mapping]]] = ...) -> None: ...
+
+class KvCarrier(_message.Message):
+    __slots__ = ("peer_id", "transport", "carrier")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    CARRIER_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    transport: str
+    carrier: str
+    def __init__(self, peer_id: _Optional[str] = ..., transport: _Optional[str] = ..., carrier: _Optional[str] = ...) -> None: ...
+
+class RankPullFailed(_message.Message):
+    __slots__ = ("message",)
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    message: str
+    def __init__(self, message: _Optional[str] = ...) -> None: ...
+
+class RankPullStopped(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RankPullQuiet(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SourceChecksumsRequest(_message.Message):
+    __slots__ = ("block_size", "tensor_parallel_size", "num_tokens", "start", "block_ids")
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    block_size: int
+    tensor_parallel_size: int
+    num_tokens: int
+    start: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, block_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., start: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SourceChecksumsResponse(_message.Message):
+    __slots__ = ("ranks",)
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedCompositeFieldContainer[RankChecksums]
+    def __init__(self, ranks: _Optional[_Iterable[_Union[RankChecksums, _Mapping]]] = ...) -> None: ...
+
+class RankChecksums(_message.Message):
+    __slots__ = ("checksums",)
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, checksums: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -604,3 +604,178 @@ class KvService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class KvRankServiceStub:
+    """---------------------------------------------------------------- ranks
+
+    Served by each rank of a tensor-parallel worker but the first, called by that one. A rank serves
+    KvService.Pull, too, for its own blocks.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.GetRankInfo = channel.unary_unary(
+                '/pdserve.worker.v1.KvRankService/GetRankInfo',
+                request_serializer=rpc_dot_worker__pb2.GetRankInfoRequest.SerializeToString,
+                response_deserializer=rpc_dot_worker__pb2.KvRankInfo.FromString,
+                _registered_method=True)
+        self.PullIntoRank = channel.stream_stream(
+                '/pdserve.worker.v1.KvRankService/PullIntoRank',
+                request_serializer=rpc_dot_worker__pb2.RankPullCommand.SerializeToString,
+                response_deserializer=rpc_dot_worker__pb2.RankPullEvent.FromString,
+                _registered_method=True)
+        self.SourceChecksums = channel.unary_unary(
+                '/pdserve.worker.v1.KvRankService/SourceChecksums',
+                request_serializer=rpc_dot_worker__pb2.SourceChecksumsRequest.SerializeToString,
+                response_deserializer=rpc_dot_worker__pb2.SourceChecksumsResponse.FromString,
+                _registered_method=True)
+
+
+class KvRankServiceServicer:
+    """---------------------------------------------------------------- ranks
+
+    Served by each rank of a tensor-parallel worker but the first, called by that one. A rank serves
+    KvService.Pull, too, for its own blocks.
+    """
+
+    def GetRankInfo(self, request, context):
+        """How peers read this rank's blocks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PullIntoRank(self, request_iterator, context):
+        """Pulls into this rank's blocks. The first command starts it. Ends with one of done, failed and
+        stopped, which say that nothing writes any more, or with in_doubt and then, when nothing
+        writes any more, quiet.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SourceChecksums(self, request, context):
+        """Checksums of this rank's blocks, as a decode worker takes them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_KvRankServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'GetRankInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRankInfo,
+                    request_deserializer=rpc_dot_worker__pb2.GetRankInfoRequest.FromString,
+                    response_serializer=rpc_dot_worker__pb2.KvRankInfo.SerializeToString,
+            ),
+            'PullIntoRank': grpc.stream_stream_rpc_method_handler(
+                    servicer.PullIntoRank,
+                    request_deserializer=rpc_dot_worker__pb2.RankPullCommand.FromString,
+                    response_serializer=rpc_dot_worker__pb2.RankPullEvent.SerializeToString,
+            ),
+            'SourceChecksums': grpc.unary_unary_rpc_method_handler(
+                    servicer.SourceChecksums,
+                    request_deserializer=rpc_dot_worker__pb2.SourceChecksumsRequest.FromString,
+                    response_serializer=rpc_dot_worker__pb2.SourceChecksumsResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'pdserve.worker.v1.KvRankService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('pdserve.worker.v1.KvRankService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class KvRankService:
+    """---------------------------------------------------------------- ranks
+
+    Served by each rank of a tensor-parallel worker but the first, called by that one. A rank serves
+    KvService.Pull, too, for its own blocks.
+    """
+
+    @staticmethod
+    def GetRankInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.worker.v1.KvRankService/GetRankInfo',
+            rpc_dot_worker__pb2.GetRankInfoRequest.SerializeToString,
+            rpc_dot_worker__pb2.KvRankInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullIntoRank(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pdserve.worker.v1.KvRankService/PullIntoRank',
+            rpc_dot_worker__pb2.RankPullCommand.SerializeToString,
+            rpc_dot_worker__pb2.RankPullEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SourceChecksums(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.worker.v1.KvRankService/SourceChecksums',
+            rpc_dot_worker__pb2.SourceChecksumsRequest.SerializeToString,
+            rpc_dot_worker__pb2.SourceChecksumsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

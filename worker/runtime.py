@@ -31,11 +31,14 @@ from core.worker_settings import WorkerSettings
 from engine.engine import Engine
 from engine.grammar import GrammarCompiler, Matcher
 from engine.loop import EngineLoop
+from engine.model.decoder import Decoder
 from engine.parallel import RankGroup, TensorParallel
 from engine.types import EngineStats, SequenceOutput
 from kv_transfer.base import KVTransfer
 from kv_transfer.carrier import CarrierWatch
-from kv_transfer.compatibility import describe_cache
+from kv_transfer.compatibility import describe
+from kv_transfer.layout import KVShape
+from kv_transfer.rank import KVRank, KVRanks
 from kv_transfer.select import make_transports
 from rpc import codec, worker_pb2_grpc
 from rpc import worker_pb2 as pb
@@ -109,6 +112,8 @@ class WorkerRuntime:
                 worker_id=settings.worker_id,
                 incarnation=self.incarnation,
             )
+        self.kv_rank = KVRank(self.engine.kv_cache, self._kv_shape, self.transports)
+        self.kv_ranks = KVRanks(self._kv_shape, [self.kv_rank])
 
     async def _attend(self, ranks: RankGroup) -> None:
         """Waits until the other ranks serve, and watches over them from then on."""
@@ -122,10 +127,8 @@ class WorkerRuntime:
         self, files: ModelFiles, progress: Callable[[str], None], ranks: RankGroup | None
     ) -> Engine:
         engine, model = build_engine(files, self.settings, progress, ranks)
-        self.compatibility = {
-            **model.compatibility(),
-            **describe_cache(engine.kv_cache, self.settings.engine.block_size),
-        }
+        self._kv_shape = _kv_shape(model, self.settings)
+        self.compatibility = describe(self._kv_shape, **model.compatibility())
         return engine
 
     async def serve(self) -> None:
@@ -303,6 +306,20 @@ class WorkerRuntime:
             rdma_fallbacks_total=self.carriers.num_fallbacks,
             seconds_since_progress=self.engine_loop.seconds_since_progress(),
         )
+
+
+def _kv_shape(model: Decoder, settings: WorkerSettings) -> KVShape:
+    config, block_size = model.config, settings.engine.block_size
+    num_layers, num_streams, _, _, row = model.kv_block_shape(block_size)
+    return KVShape(
+        num_layers=num_layers,
+        num_streams=num_streams,
+        num_kv_heads=config.num_kv_heads,
+        row_bytes=row * model.kv_dtype.itemsize,
+        block_size=block_size,
+        tensor_parallel_size=settings.num_ranks,
+        sliding_windows=tuple(layer.sliding_window for layer in config.layers),
+    )
 
 
 def now() -> float:

@@ -175,11 +175,13 @@ def test_wrong_yaml(text, message):
 
 
 def test_contradictions_name_a_key_and_its_line():
-    text = "model: a\npools:\n  prefill:\n    engine:\n      block_size: 32"
-    assert error_of(text).startswith(
-        "c.yaml:5: pools.prefill.engine.block_size: expected the same in the prefill and decode"
+    text = "model: a\npools:\n  prefill:\n    engine:\n      block_size: 24"
+    assert error_of(text) == (
+        "c.yaml:5: pools.prefill.engine.block_size: expected the prefill and decode pools' block "
+        "sizes to divide one another, got 16 and 24"
     )
-    assert parse_config(text + "\nmode: colocated").engine_for("prefill").block_size == 32
+    assert parse_config(text + "\nmode: colocated").engine_for("prefill").block_size == 24
+    assert parse_config(text.replace("24", "32")).engine_for("prefill").block_size == 32
     text = "model: a\npools:\n  decode:\n    engine: {kv_cache_dtype: int8}"
     assert error_of(text).startswith(
         "c.yaml:4: pools.decode.engine.kv_cache_dtype: expected the same in the prefill and decode"

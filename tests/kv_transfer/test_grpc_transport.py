@@ -1,6 +1,7 @@
 """What is gRPC's own: streams that are short, long, silent or damaged."""
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from core.errors import CorruptBlockError, HandoverError
 from kv_transfer.checksum import block_checksums, compare
 from kv_transfer.grpc_transport import GrpcTransfer, _data_of, stream_blocks
+from kv_transfer.wire import serialized
 from rpc import worker_pb2 as pb
 
 NUM_BLOCKS, SIZE = 96, 64 * 1024
@@ -71,32 +73,71 @@ async def test_a_slow_stream_is_no_stall(source, transfer):
     assert (transfer.kv_cache.numpy() == source.blocks).all()
 
 
+async def sent(cache: torch.Tensor, piece_bytes: int = 1 << 20, **request: Any) -> list[bytes]:
+    stream = stream_blocks(cache, pb.PullRequest(**request), piece_bytes)
+    return [pb.KvPiece.FromString(piece).data async for piece in stream]
+
+
 async def test_pieces_are_bounded_and_in_order():
     cache = torch.from_numpy(np.random.default_rng(0).integers(0, 255, (10, 1000), dtype=np.uint8))
     ids = [3, 4, 5, 0, 9, 8]
-    pieces = [piece.data async for piece in stream_blocks(cache, ids, piece_bytes=700)]
+    pieces = await sent(cache, 700, block_ids=ids)
     assert {len(piece) for piece in pieces[:-1]} == {700}
     assert b"".join(pieces) == cache.numpy()[ids].tobytes()
-    assert [piece async for piece in stream_blocks(cache, [], piece_bytes=700)] == []
+    assert await sent(cache) == []
 
 
-@pytest.mark.parametrize("ids", [[10], [-1], [0, 1, 99]])
+@pytest.mark.parametrize("ids", [[10], [0, 1, 99]])
 async def test_the_sender_refuses_ids_outside_of_its_cache(ids):
     cache = torch.zeros(10, 1000, dtype=torch.uint8)
     with pytest.raises(HandoverError, match="out of range"):
-        _ = [piece async for piece in stream_blocks(cache, ids)]
+        await sent(cache, block_ids=ids)
+
+
+async def test_spans_are_cut_out_of_blocks():
+    cache = torch.from_numpy(np.random.default_rng(0).integers(0, 255, (4, 100), dtype=np.uint8))
+    spans = [
+        pb.KvSpans(offsets=[90, 0], lengths=[10, 5]),
+        pb.KvSpans(offsets=[7], lengths=[1]),
+    ]
+    pieces = await sent(cache, 8, block_ids=[2, 2, 0], spans=spans, spans_of=[0, 1, 0])
+    blocks = cache.numpy()
+    wanted = [blocks[2, 90:], blocks[2, :5], blocks[2, 7:8], blocks[0, 90:], blocks[0, :5]]
+    assert b"".join(pieces) == np.concatenate(wanted).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("offsets", "lengths", "kinds"),
+    [
+        ([99], [2], [0]),
+        ([0], [0], [0]),
+        ([0, 1], [1], [0]),
+        ([0], [1], [1]),
+        ([0], [1], []),
+        ([4_000_000_000], [1], [0]),
+    ],
+)
+async def test_spans_outside_of_a_block_are_refused(offsets, lengths, kinds):
+    cache = torch.zeros(4, 100, dtype=torch.uint8)
+    spans = [pb.KvSpans(offsets=offsets, lengths=lengths)]
+    with pytest.raises(HandoverError, match="spans asked for"):
+        await sent(cache, block_ids=[1], spans=spans, spans_of=kinds)
 
 
 async def test_bfloat16_blocks_travel_bit_by_bit(transfer):
     cache = torch.randn(6, 2, 3, 5).to(torch.bfloat16)
-    pieces = [piece.data async for piece in stream_blocks(cache, [1, 0], piece_bytes=13)]
+    pieces = await sent(cache, 13, block_ids=[1, 0])
     assert b"".join(pieces) == cache[[1, 0]].view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 1 << 14, 1 << 20])
 def test_piece_data_without_parsing(size):
     data = np.random.default_rng(size).bytes(size)
-    assert _data_of(pb.KvPiece(data=data).SerializeToString()) == data
+    message = pb.KvPiece(data=data).SerializeToString()
+    assert _data_of(message) == data
+    if size:  # protobuf leaves out what is empty
+        half = memoryview(data)[: size // 2]
+        assert serialized([half, memoryview(data)[size // 2 :]]) == message
 
 
 def test_piece_data_with_a_field_of_the_future():

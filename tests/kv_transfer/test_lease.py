@@ -51,8 +51,8 @@ def table(clock: Clock, unpins: Unpins) -> LeaseTable:
 def committed(table: LeaseTable, request_id: str = "a") -> None:
     table.open(request_id, DIGEST, 20)
     table.admitted(request_id, [3, 4])
-    table.ready(request_id, [11], 1)
-    table.ready(request_id, [12], 2)
+    table.ready(request_id, 1)
+    table.ready(request_id, 2)
     table.commit(request_id, 7, None)
 
 
@@ -60,7 +60,6 @@ def test_whole_life(table: LeaseTable, unpins: Unpins) -> None:
     committed(table)
     lease = table.attach("a", DIGEST)
     assert lease.block_ids == [3, 4]
-    assert lease.checksums == [11, 12]
     assert lease.first_token == 7
     assert unpins.calls == []
     assert table.release("a") is True
@@ -131,7 +130,7 @@ def test_late_events_after_the_end_change_nothing(table: LeaseTable, unpins: Unp
     committed(table)
     lease = table.attach("a", DIGEST)
     table.fail("a", EngineError("gone"))
-    table.ready("a", [1], 3)
+    table.ready("a", 3)
     table.commit("a", 9, None)
     table.finish("a", FinishReason.STOP)
     assert (lease.state, lease.num_ready_blocks) == (LeaseState.FAILED, 2)
@@ -209,7 +208,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(request_id=IDS)
     def commit(self, request_id: str) -> None:
-        self.table.ready(request_id, [1], 1)
+        self.table.ready(request_id, 1)
         self.table.commit(request_id, 5, None)
         lease = self.table.get(request_id)
         if lease is not None and lease.state is LeaseState.COMMITTED:

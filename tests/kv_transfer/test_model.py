@@ -15,7 +15,8 @@ from support.kv_world import Move, World
 
 def populate(world: World, rng: random.Random) -> None:
     for _ in range(rng.randint(1, 8)):
-        world.add(rng.randint(1, 5), rng.choice([0, 0, 1, 5]), rng.random() < 0.15)
+        size = min(world.p.block_size, world.d.block_size)
+        world.add(rng.randint(1, 5 * size), rng.choice([0, 0, 1, 5]), rng.random() < 0.15)
 
 
 def play(seed: int, fault_rate: float, **options: object) -> World:
@@ -25,6 +26,8 @@ def play(seed: int, fault_rate: float, **options: object) -> World:
         checksum=rng.random() < 0.5,
         p_blocks=rng.randint(5, 9),
         d_blocks=rng.choice([5, 8, 20]),
+        p_size=rng.choice([1, 1, 2, 4]),
+        d_size=rng.choice([1, 1, 2, 4]),
         **options,  # type: ignore[arg-type]
     )
     populate(world, rng)
@@ -47,18 +50,18 @@ def play(seed: int, fault_rate: float, **options: object) -> World:
 
 def test_thousands_of_orders() -> None:
     outcomes: dict[str, int] = {}
-    for seed in range(1500):
+    for seed in range(1000):
         world = play(seed, fault_rate=(0.0, 0.03, 0.1, 0.3)[seed % 4])
         for attempt in world.attempts.values():
             outcomes[attempt.outcomes[0]] = outcomes.get(attempt.outcomes[0], 0) + 1
         fresh = world.add(3)  # whatever has happened, the next request is served
         world.settle()
         assert fresh.outcomes == ["done"], seed
-    assert all(outcomes[kind] > 300 for kind in ("done", "failed", "left")), outcomes
+    assert all(outcomes[kind] > 200 for kind in ("done", "failed", "left")), outcomes
 
 
 def test_without_faults_everything_succeeds() -> None:
-    for seed in range(150):
+    for seed in range(100):
         world = play(seed, fault_rate=0.0)
         assert {a.outcomes[0] for a in world.attempts.values()} <= {"done"}, seed
 
@@ -116,6 +119,15 @@ class CommitsWithABlockMissing(Receive):
         self.num_here = max(self.num_here, num_blocks - 1)
 
 
+class CountsAPartlyHeldBlock(Receive):
+    """Of P's block, which is larger, D has a part."""
+
+    def reserved(self, local_ids: tuple[int, ...], num_held: int) -> None:
+        super().reserved(local_ids, num_held)
+        if self.state is ReceiveState.RESERVED:
+            self.num_here = -(-self.num_held_tokens // self.remote_block_size)
+
+
 class NeverGivesBack(Receive):
     """V01"""
 
@@ -142,6 +154,7 @@ class UnpinsAtTheCommit(LeaseTable):
         GivesBackTooEarly,
         IgnoresDoubt,
         CommitsWithABlockMissing,
+        CountsAPartlyHeldBlock,
         NeverGivesBack,
         UnpinsAtTheCommit,
     ],

@@ -20,7 +20,7 @@ LOST = HandoverError("x")
 def machine() -> Receive:
     made: list[int] = []
     receive = Receive(
-        num_tokens=20, token_digest=DIGEST, num_blocks=3, give_back=lambda: made.append(1)
+        num_tokens=20, token_digest=DIGEST, block_size=8, give_back=lambda: made.append(1)
     )
     receive.test_given_back = made  # type: ignore[attr-defined]
     return receive
@@ -31,7 +31,7 @@ def in_state(state: str) -> Receive:
     m = machine()
     steps: list[tuple[str, Callable[[], None]]] = [
         ("attached", lambda: None),
-        ("reserving", lambda: m.announced(Admitted((4, 5, 6)))),
+        ("reserving", lambda: m.announced(Admitted((4, 5, 6), 8))),
         ("reserved", lambda: m.reserved((1, 2, 3), 0)),
         ("pulling", lambda: (m.announced(Ready(2)), m.begin_pull())),  # type: ignore[arg-type,func-returns-value]
     ]
@@ -55,7 +55,7 @@ def in_state(state: str) -> Receive:
 
 
 EVENTS: dict[str, Callable[[Receive], None]] = {
-    "admitted": lambda m: m.announced(Admitted((4, 5, 6))),
+    "admitted": lambda m: m.announced(Admitted((4, 5, 6), 8)),
     "reserved": lambda m: m.reserved((1, 2, 3), 0),
     "ready": lambda m: m.announced(Ready(m.num_ready + 1)),
     "commit": lambda m: m.announced(COMMIT),
@@ -138,7 +138,7 @@ def test_after_the_end_nothing_happens(event: str, end: str) -> None:
 
 def test_whole_life_with_a_held_prefix() -> None:
     m = machine()
-    m.announced(Admitted((4, 5, 6)))
+    m.announced(Admitted((4, 5, 6), 8))
     m.announced(Ready(1))
     m.reserved((1, 2, 3), 2)
     assert m.next_pull is None  # what is ready is here already
@@ -153,10 +153,57 @@ def test_whole_life_with_a_held_prefix() -> None:
     assert m.state is ReceiveState.RELEASED and m.is_decided
 
 
+def test_ps_blocks_are_larger() -> None:
+    """What D holds ends in the middle of P's block: the rest of that is pulled."""
+    m = Receive(num_tokens=60, token_digest=DIGEST, block_size=8, give_back=lambda: None)
+    m.announced(Admitted((4, 5), 32))
+    m.reserved(tuple(range(8)), 5)
+    assert (m.num_blocks, m.num_here, m.num_held_tokens) == (2, 1, 40)
+    m.announced(Ready(1))
+    assert m.next_pull is None
+    m.announced(Ready(2))
+    assert m.next_pull == (1, 2)
+    m.begin_pull()
+    m.announced(Commit(60, DIGEST, (), 7))
+    m.pulled()
+    assert m.state is ReceiveState.COMMITTED
+
+
+def test_ps_blocks_are_smaller() -> None:
+    m = Receive(num_tokens=60, token_digest=DIGEST, block_size=32, give_back=lambda: None)
+    m.announced(Admitted(tuple(range(8)), 8))
+    m.announced(Ready(3))
+    m.reserved((1, 2), 0)
+    assert m.next_pull == (0, 3)
+    m.begin_pull()
+    m.pulled()
+    m.announced(Ready(8))
+    assert m.next_pull == (3, 8)
+
+
+@pytest.mark.parametrize("remote_size", [8, 16, 32])
+def test_a_hit_of_everything_pulls_no_block_of_any_size(remote_size: int) -> None:
+    m = Receive(num_tokens=24, token_digest=DIGEST, block_size=8, give_back=lambda: None)
+    num_blocks = -(-24 // remote_size)
+    m.announced(Admitted(tuple(range(num_blocks)), remote_size))
+    m.announced(Ready(num_blocks))
+    m.reserved((1, 2, 3), 3)
+    assert m.next_pull is None
+    m.announced(Commit(24, DIGEST, (), 7))
+    assert m.state is ReceiveState.COMMITTED
+
+
+@pytest.mark.parametrize(("ids", "size"), [((4, 5), 8), ((4, 5, 6), 16), ((4,), 1)])
+def test_an_admission_with_too_many_or_too_few_blocks(ids: tuple[int, ...], size: int) -> None:
+    m = machine()
+    m.announced(Admitted(ids, size))
+    assert m.state is ReceiveState.ABORTED and "blocks for the prompt" in str(m.error)
+
+
 def test_full_hit_pulls_nothing() -> None:
     """V03"""
     m = machine()
-    m.announced(Admitted((4, 5, 6)))
+    m.announced(Admitted((4, 5, 6), 8))
     m.reserved((1, 2, 3), 3)
     m.announced(Ready(3))
     assert m.next_pull is None
@@ -169,7 +216,6 @@ def test_full_hit_pulls_nothing() -> None:
     [
         Commit(19, DIGEST, (1, 2, 3), 7),
         Commit(20, b"another", (1, 2, 3), 7),
-        Commit(20, DIGEST, (1, 2), 7),
     ],
 )
 def test_commit_record_for_something_else(commit: Commit) -> None:

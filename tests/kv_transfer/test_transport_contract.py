@@ -135,6 +135,50 @@ async def test_blocks_of_another_size_are_never_mixed_up(source):
             await other.close()
 
 
+@pytest.mark.parametrize("size", [SIZE // 2, SIZE, SIZE * 2])
+async def test_pieces_of_blocks_of_another_shape(source, size):
+    """Blocks named twice, pieces in any order, neighbours and not; nothing else is written."""
+    rng = np.random.default_rng(size)
+    for transport in TRANSPORTS:
+        made = KvPair(transport, 24, size)
+        try:
+            step = min(size, SIZE) // 16
+            kinds = []
+            for _ in range(3):
+                reads = rng.permutation(SIZE // step)[:4] * step
+                writes = (rng.permutation(size // step)[:4]) * step
+                kinds.append(
+                    tuple((int(r), int(w), step) for r, w in zip(reads, writes, strict=True))
+                )
+            kinds.append(((0, 0, step), (step, step, step), (2 * step, 2 * step, 5)))
+            local = rng.permutation(24)[:20].tolist()
+            remote = rng.integers(0, NUM_BLOCKS, 20).tolist()
+            pieces = [kinds[i % 4] for i in range(20)]
+            made.blocks[:] = 7
+            expected = made.blocks.copy()
+            blocks = source.blocks
+            for i, kind in enumerate(pieces):
+                for read, write, length in kind:
+                    part = blocks[remote[i], read : read + length]
+                    expected[local[i], write : write + length] = part
+            async with asyncio.timeout(PATIENCE_S):
+                await made.transfer.pull(made.adopt(source), "r", remote, local, pieces)
+            assert (made.blocks == expected).all(), transport
+        finally:
+            await made.close()
+
+
+@pytest.mark.parametrize("piece", [(0, SIZE - 4, 5), (SIZE - 4, 0, 5), (0, -1, 4), (0, 0, 0)])
+async def test_pieces_outside_of_a_block_are_refused(pair, piece):
+    made, peer = pair
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(HandoverError):
+            await made.transfer.pull(peer, "r", [0, 1], [0, 1], [(piece,), (piece,)])
+        with pytest.raises(HandoverError, match="pieces of 1 blocks for 2"):
+            await made.transfer.pull(peer, "r", [0, 1], [0, 1], [((0, 0, 4),)])
+    assert (made.blocks == 0).all()
+
+
 async def pull_for_ever(made: KvPair, peer: Peer) -> None:
     ids = list(range(NUM_BLOCKS))
     while True:

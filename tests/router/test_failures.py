@@ -12,7 +12,7 @@ from core.errors import EngineError, HandoverError, OverloadedError, RequestErro
 from core.types import Role
 from router.pipeline import Waits
 from rpc import worker_pb2
-from support.fake_workers import Fault, answer_text, eventually
+from support.fake_workers import BLOCK_SIZE, Fault, answer_text, eventually
 from support.router import Running, running
 from support.sse import events, is_done, stream_body
 
@@ -383,6 +383,22 @@ async def test_mismatched_workers_are_never_paired(caplog):
         }
         assert pairs <= {("prefill-0", "decode-1"), ("prefill-1", "decode-0")} and pairs
         assert "never paired: dtype" in caplog.text
+
+
+async def test_workers_whose_blocks_the_hand_over_bridges_are_paired():
+    """V14: another block size, another tensor-parallel degree; an odd size is not bridged."""
+    sizes = {"prefill-0": str(2 * BLOCK_SIZE), "prefill-1": str(BLOCK_SIZE + 1)}
+
+    def prepare(worker):
+        size = sizes.get(worker.id, str(BLOCK_SIZE))
+        ranks = {"tensor_parallel_size": "2" if worker.role == "decode" else "1"}
+        worker.compatibility = {**worker.compatibility, **ranks, "block_size": size}
+
+    async with running(prefills=2, decodes=1, prepare=prepare) as router:
+        for _ in range(4):
+            await router.complete("hello", max_tokens=3)
+        served = {w.id: len(w.requests) for w in router.cluster.everyone}
+        assert served == {"prefill-0": 4, "prefill-1": 0, "decode-0": 4}
 
 
 async def test_colocated_prefills_for_itself():

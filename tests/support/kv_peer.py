@@ -102,7 +102,7 @@ async def _serve(options: argparse.Namespace) -> None:
     import grpc
     import torch
 
-    from kv_transfer.grpc_transport import stream_blocks
+    from kv_transfer.grpc_transport import add_kv_service, stream_blocks
     from kv_transfer.nixl_transport import NixlTransfer
     from rpc import worker_pb2 as pb
     from rpc import worker_pb2_grpc
@@ -119,24 +119,24 @@ async def _serve(options: argparse.Namespace) -> None:
         async def Pull(self, request, context: grpc.aio.ServicerContext):
             async with translated_errors(context):
                 index = 0
-                async for piece in stream_blocks(kv_cache, request.block_ids, 1 << 16):
+                async for piece in stream_blocks(kv_cache, request, 1 << 16):
                     if index == 1 and fault == "short":
                         return
                     if index == 1 and fault == "stall":
                         await asyncio.sleep(3600)
                     if index == 1 and fault == "flip":
-                        data = bytearray(piece.data)
+                        data = bytearray(pb.KvPiece.FromString(piece).data)
                         data[7] ^= 1
-                        piece = pb.KvPiece(data=bytes(data))
+                        piece = pb.KvPiece(data=bytes(data)).SerializeToString()
                     if fault == "slow":
                         await asyncio.sleep(0.01)
                     yield piece
                     index += 1
                 if fault == "long":
-                    yield pb.KvPiece(data=b"more")
+                    yield pb.KvPiece(data=b"more").SerializeToString()
 
     server = make_server()
-    worker_pb2_grpc.add_KvServiceServicer_to_server(Service(), server)
+    add_kv_service(Service(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     payload = base64.b64encode(nixl.offer()).decode()

@@ -11,7 +11,7 @@ promises that must hold at once, and `settle()` those that must hold in the end:
 - when all is over every block of both pools is free and no lease is left.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from core.errors import CancelledByPeerError, HandoverError, PdserveError, UnavailableError
@@ -21,16 +21,24 @@ from kv_transfer.lease import Lease, LeaseTable
 from kv_transfer.receive import Receive, ReceiveState
 
 LEASE_SECONDS = 30.0
-Content = tuple[str, int]  # the prompt's attempt, the position: what a right block holds
+Content = tuple[str, int]  # the prompt's attempt, the token: what a right slot of a block holds
 Move = tuple[str, Callable[[], None]]
 
 
 class Pool:
     """Blocks with owners. Content outlives its owner, until somebody writes."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
         self.owner: list[str | None] = [None] * num_blocks
-        self.content: list[Content | None] = [None] * num_blocks
+        self.content: list[list[Content | None]] = [[None] * block_size for _ in self.owner]
+
+    def needs(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def slot(self, table: Sequence[int], token: int) -> tuple[int, int]:
+        """The block and the place in it."""
+        return table[token // self.block_size], token % self.block_size
 
     def allocate(self, count: int, owner: str) -> list[int] | None:
         free = [block for block, holder in enumerate(self.owner) if holder is None][:count]
@@ -46,11 +54,12 @@ class Pool:
 
 @dataclass
 class Pull:
-    """A copy under way. Blocks land one by one; `doubted`: the worker has given up on it, but the
+    """A copy under way. Tokens land one by one; `doubted`: the worker has given up on it, but the
     wire has not."""
 
-    remote: list[int]
-    local: list[int]
+    tokens: list[int]
+    remote: Sequence[int]  # block tables
+    local: Sequence[int]
     source: Pool  # of the incarnation that it reads from
     doubted: bool = False
     flips: bool = False  # the next block that lands is garbage
@@ -59,7 +68,7 @@ class Pull:
 @dataclass
 class Attempt:
     id: str
-    num_blocks: int
+    num_tokens: int
     num_held: int  # blocks that D's prefix cache has
     is_last_token: bool  # P's first token ends it
     machine: Receive
@@ -92,18 +101,21 @@ class World:
         leases: type[LeaseTable] = LeaseTable,
         p_blocks: int = 6,
         d_blocks: int = 5,
+        p_size: int = 1,
+        d_size: int = 1,
     ) -> None:
+        """`p_size` and `d_size` are tokens in a block."""
         self.checksum = checksum
         self._receive, self._leases = receive, leases
-        self._p_blocks = p_blocks
+        self._p_blocks, self._p_size = p_blocks, p_size
         self.now = 0.0
         self.attempts: dict[str, Attempt] = {}
-        self.d = Pool(d_blocks)
+        self.d = Pool(d_blocks, d_size)
         self.incarnation = 0
         self._start_p()
 
     def _start_p(self) -> None:
-        self.p = Pool(self._p_blocks)
+        self.p = Pool(self._p_blocks, self._p_size)
         self.leases = self._leases(
             lease_seconds=LEASE_SECONDS, clock=lambda: self.now, unpin=self._unpin
         )
@@ -114,7 +126,7 @@ class World:
         if request_id in self.waiting:
             self.waiting.remove(request_id)
 
-    def add(self, num_blocks: int, num_held: int = 0, is_last_token: bool = False) -> Attempt:
+    def add(self, num_tokens: int, num_held: int = 0, is_last_token: bool = False) -> Attempt:
         attempt_id = f"a{len(self.attempts)}"
 
         def give_back() -> None:
@@ -125,12 +137,13 @@ class World:
             self.d.free(attempt_id)
 
         machine = self._receive(
-            num_tokens=num_blocks,
+            num_tokens=num_tokens,
             token_digest=attempt_id.encode(),
-            num_blocks=num_blocks,
+            block_size=self.d.block_size,
             give_back=give_back,
         )
-        attempt = Attempt(attempt_id, num_blocks, min(num_held, num_blocks), is_last_token, machine)
+        num_held = min(num_held, self.d.needs(num_tokens))
+        attempt = Attempt(attempt_id, num_tokens, num_held, is_last_token, machine)
         self.attempts[attempt_id] = attempt
         return attempt
 
@@ -157,21 +170,21 @@ class World:
             is_first = self.waiting[:1] == [a.id]
             may("P admits", is_first and self._has_room(self.p, a), self._admit)
             may("P computes", a.table is not None and not a.lease.ended.is_set()
-                and a.num_computed < a.num_blocks, self._compute)  # fmt: skip
+                and a.num_computed < a.num_tokens, self._compute)  # fmt: skip
         may("P announces", a.stream == "open" and a.lease and a.lease.changed.is_set(),
             self._announce)  # fmt: skip
         may("event arrives", a.on_way, self._arrive)
         may("prefill leg ends", a.prefill_leg == "open" and a.lease is not None
             and a.lease.ended.is_set(), self._prefill_ends)  # fmt: skip
         if a.decode_leg != "open":
-            may("block lands", a.pull and a.pull.local, self._land)
-            may("wire is quiet", a.pull and not a.pull.local, self._wire_is_quiet)
+            may("block lands", a.pull and a.pull.tokens, self._land)
+            may("wire is quiet", a.pull and not a.pull.tokens, self._wire_is_quiet)
             return found
         may("D admits", state is ReceiveState.RESERVING and self._has_room(self.d, a),
             self._reserve)  # fmt: skip
         may("pull begins", a.machine.next_pull, self._begin_pull)
-        may("block lands", a.pull and a.pull.local, self._land)
-        may("wire is quiet", a.pull and not a.pull.local, self._wire_is_quiet)
+        may("block lands", a.pull and a.pull.tokens, self._land)
+        may("wire is quiet", a.pull and not a.pull.tokens, self._wire_is_quiet)
         may("pull is cancelled", state is ReceiveState.STOPPING, self._pull_cancelled)
         may("D verifies", state is ReceiveState.COMMITTED, self._verify)
         may("D asks for release", state is ReceiveState.RELEASING and a.release == "none",
@@ -208,7 +221,7 @@ class World:
 
     @staticmethod
     def _has_room(pool: Pool, a: Attempt) -> bool:
-        return pool.owner.count(None) >= a.num_blocks
+        return pool.owner.count(None) >= pool.needs(a.num_tokens)
 
     # ------------------------------------------------------------ the router
 
@@ -218,7 +231,7 @@ class World:
         try:
             if a.incarnation != self.incarnation:
                 raise HandoverError("an earlier life")
-            a.lease = self.leases.open(a.id, a.id.encode(), a.num_blocks)
+            a.lease = self.leases.open(a.id, a.id.encode(), a.num_tokens)
             self.waiting.append(a.id)
         except PdserveError:
             self._leg_failed(a, "prefill")
@@ -275,24 +288,28 @@ class World:
 
     def _admit(self, a: Attempt) -> None:
         self.waiting.remove(a.id)
-        a.table = self.p.allocate(a.num_blocks, a.id)
+        a.table = self.p.allocate(self.p.needs(a.num_tokens), a.id)
         assert a.table is not None
         self.leases.admitted(a.id, a.table)
 
     def _compute(self, a: Attempt) -> None:
         assert a.table is not None and a.lease is not None
         first = a.num_computed
-        a.num_computed = min(first + 2, a.num_blocks)
-        for position in range(first, a.num_computed):
-            assert self.p.owner[a.table[position]] == a.id
-            self.p.content[a.table[position]] = (a.id, position)
-        is_whole = a.num_computed == a.num_blocks
+        a.num_computed = min(first + 2, a.num_tokens)
+        for token in range(first, a.num_computed):
+            block, place = self.p.slot(a.table, token)
+            assert self.p.owner[block] == a.id
+            self.p.content[block][place] = (a.id, token)
+        is_whole = a.num_computed == a.num_tokens
         if is_whole and a.is_last_token:
             self.p.free(a.id)
             self.leases.finish(a.id, FinishReason.STOP)
             return
-        sums = [position for position in range(first, a.num_computed)] if self.checksum else []
-        self.leases.ready(a.id, sums, a.num_computed)
+        # A partial block is final only when the whole prompt is computed.
+        num_final = len(a.table) if is_whole else a.num_computed // self.p.block_size
+        assert a.lease is not None
+        if num_final > a.lease.num_ready_blocks:
+            self.leases.ready(a.id, num_final)
         if is_whole:
             self.leases.commit(a.id, 7, None)
 
@@ -326,7 +343,7 @@ class World:
             a.on_way.append(error)
             return
         a.lease = a.lease or lease
-        a.feed, a.stream = EventFeed(lease), "open"
+        a.feed, a.stream = EventFeed(lease, self.p.block_size), "open"
         lease.changed.set()
 
     def _announce(self, a: Attempt) -> None:
@@ -371,27 +388,33 @@ class World:
     # ------------------------------------------------------------ D
 
     def _reserve(self, a: Attempt) -> None:
-        blocks = self.d.allocate(a.num_blocks, a.id)
+        blocks = self.d.allocate(self.d.needs(a.num_tokens), a.id)
         assert blocks is not None
-        for position in range(a.num_blocks):
-            is_held = position < a.num_held
-            self.d.content[blocks[position]] = (a.id, position) if is_held else None
+        for block in blocks:
+            self.d.content[block] = [None] * self.d.block_size
+        for token in range(min(a.num_held * self.d.block_size, a.num_tokens)):
+            block, place = self.d.slot(blocks, token)
+            self.d.content[block][place] = (a.id, token)
         a.machine.reserved(tuple(blocks), a.num_held)
 
     def _begin_pull(self, a: Attempt) -> None:
         assert a.pull is None, "two pulls at once"
-        a.machine.begin_pull()
-        start, end = a.machine.pulling
-        remote, local = a.machine.remote_ids[start:end], a.machine.local_ids[start:end]
-        a.pull = Pull(list(remote), list(local), self.p)
+        m = a.machine
+        m.begin_pull()
+        start, end = (position * m.remote_block_size for position in m.pulling)
+        tokens = range(max(start, m.num_held_tokens), min(end, m.num_tokens))
+        a.pull = Pull(list(tokens), m.remote_ids, m.local_ids, self.p)
 
     def _land(self, a: Attempt) -> None:
         assert a.pull is not None
-        local = a.pull.local.pop(0)
-        assert self.d.owner[local] == a.id, "a block is written that has another owner"
-        content = a.pull.source.content[a.pull.remote.pop(0)]
-        self.d.content[local] = None if a.pull.flips else content
-        a.pull.flips = False
+        pull = a.pull
+        token = pull.tokens.pop(0)
+        block, place = self.d.slot(pull.local, token)
+        assert self.d.owner[block] == a.id, "a block is written that has another owner"
+        remote, there = pull.source.slot(pull.remote, token)
+        content = pull.source.content[remote][there]
+        self.d.content[block][place] = None if pull.flips else content
+        pull.flips = False
 
     def _wire_is_quiet(self, a: Attempt) -> None:
         assert a.pull is not None
@@ -429,11 +452,10 @@ class World:
         a.pull.flips = True
 
     def _verify(self, a: Attempt) -> None:
-        commit = a.machine.commit
-        assert commit is not None
-        if commit.checksums:
-            for position in range(a.machine.num_held, a.num_blocks):
-                if self.d.content[a.machine.local_ids[position]] != (a.id, position):
+        if self.checksum:
+            for token in range(a.machine.num_held_tokens, a.num_tokens):
+                block, place = self.d.slot(a.machine.local_ids, token)
+                if self.d.content[block][place] != (a.id, token):
                     a.machine.fail(HandoverError("corrupt"))
                     return
         a.machine.verified()
@@ -459,9 +481,10 @@ class World:
     def _decode_decided(self, a: Attempt) -> None:
         state = a.machine.state
         if state is ReceiveState.RELEASED and not a.is_decoding:
-            for position, block in enumerate(a.machine.local_ids):
+            for token in range(a.num_tokens):
+                block, place = self.d.slot(a.machine.local_ids, token)
                 assert self.d.owner[block] == a.id, "decodes a block that is not its own"
-                assert self.d.content[block] == (a.id, position), "decodes a wrong block"
+                assert self.d.content[block][place] == (a.id, token), "decodes a wrong block"
             a.is_decoding = True
             return
         if a.is_decoding or a.machine.is_finished:

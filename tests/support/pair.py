@@ -18,7 +18,7 @@ from core.errors import PdserveError
 from core.types import FinishReason, GenerationRequest, Role, SamplingParams
 from core.worker_settings import WorkerSettings
 from decode_worker import DecodeWorker
-from kv_transfer.base import KVTransfer, Peer
+from kv_transfer.base import KVTransfer, Peer, Pieces
 from prefill_worker import PrefillWorker
 from rpc import codec, worker_pb2_grpc
 from rpc import worker_pb2 as pb
@@ -247,11 +247,12 @@ class FaultyTransfer(KVTransfer):
         request_id: str,
         remote_block_ids: Sequence[int],
         local_block_ids: Sequence[int],
+        pieces: Sequence[Pieces] | None = None,
     ) -> None:
         self.pulls.append((list(remote_block_ids), list(local_block_ids)))
         if self.before is not None:
             await self.before(remote_block_ids, local_block_ids)
-        await self.inner.pull(peer, request_id, remote_block_ids, local_block_ids)
+        await self.inner.pull(peer, request_id, remote_block_ids, local_block_ids, pieces)
         if self.after is not None:
             self.after(self.kv_cache, local_block_ids)
 

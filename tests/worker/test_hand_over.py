@@ -364,7 +364,7 @@ async def test_incompatible_peers_are_refused(tiny_model_dir: Path) -> None:
     """V15: the message names the field that differs."""
     async with running_pair(
         tiny_config(tiny_model_dir),
-        tiny_config(tiny_model_dir, block_size=2 * BLOCK, num_kv_blocks=32),
+        tiny_config(tiny_model_dir, block_size=BLOCK + 4, num_kv_blocks=32),
     ) as pair:
         answer = await pair.generate(request(prompt(40)))
         refusal = next(e for e in answer.errors if isinstance(e, IncompatiblePeerError))

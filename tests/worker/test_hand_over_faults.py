@@ -365,7 +365,7 @@ async def test_one_id_used_twice_at_once(pair: Pair) -> None:
 async def test_every_field_of_the_handshake_counts(pair: Pair) -> None:
     """V14, V15: dtype, layout, tensor-parallel degree, model, protocol: the refusal names it."""
     ours = pair.decode.runtime.compatibility
-    assert {"protocol", "kv_dtype", "block_shape", "block_size", "model"} <= ours.keys()
+    assert {"protocol", "kv_dtype", "num_kv_heads", "block_size", "model"} <= ours.keys()
     for name in [*ours, "a_field_that_P_does_not_know"]:
         pair.decode.runtime.compatibility = {**ours, name: "another"}
         await pair.decode.peers.close()
@@ -381,7 +381,7 @@ async def test_every_field_of_the_handshake_counts(pair: Pair) -> None:
 @pytest.mark.parametrize("transport", ["nixl", "grpc"])
 async def test_more_kv_than_a_message_may_hold(tiny_model_dir: Path, transport: str) -> None:
     """V56: 17 MB in one pull, over gRPC's limits of 4 MiB by default and 16 MiB here."""
-    from kv_transfer.grpc_transport import _PIECE_BYTES
+    from kv_transfer.wire import PIECE_BYTES
     from rpc.channel import MAX_MESSAGE_BYTES
 
     config = config_of(
@@ -389,14 +389,16 @@ async def test_more_kv_than_a_message_may_hold(tiny_model_dir: Path, transport: 
     )
     async with running_pair(config) as pair:
         transfer = pair.decode.runtime.transports[transport]
-        assert transfer.kv_cache.nbytes > MAX_MESSAGE_BYTES > _PIECE_BYTES
+        assert transfer.kv_cache.nbytes > MAX_MESSAGE_BYTES > PIECE_BYTES
         lease = pair.prefill.leases.open("big", b"digest", 1)
         pair.prefill.leases.admitted("big", list(range(140)))
-        pair.prefill.leases.ready("big", [], 140)
+        pair.prefill.leases.ready("big", 140)
         pair.prefill.leases.attach("big", b"digest")
         peer = await pair.decode.peers.get(pair.source())
         pair.prefill.runtime.engine.kv_cache.fill_(3.0)
-        await transfer.pull(peer.peer, "big", list(range(140)), list(range(140)))
+        await transfer.pull(
+            peer.source.peer(0, transport), "big", list(range(140)), list(range(140))
+        )
         assert bool((transfer.kv_cache == 3.0).all())
         pair.prefill.leases.detach(lease)
 
