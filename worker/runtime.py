@@ -112,8 +112,8 @@ class WorkerRuntime:
                 worker_id=settings.worker_id,
                 incarnation=self.incarnation,
             )
-        self.kv_rank = KVRank(self.engine.kv_cache, self._kv_shape, self.transports)
-        self.kv_ranks = KVRanks(self._kv_shape, [self.kv_rank])
+            self.kv_rank = KVRank(self.engine.kv_cache, self._kv_shape, self.transports)
+            self.kv_ranks = KVRanks(self._kv_shape, [self.kv_rank])
 
     async def _attend(self, ranks: RankGroup) -> None:
         """Waits until the other ranks serve, and watches over them from then on."""
