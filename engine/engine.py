@@ -14,7 +14,8 @@ from engine.block_pool import BlockPool
 from engine.cuda_graphs import DecodeGraphs
 from engine.draft import DraftProposer
 from engine.grammar import Matcher
-from engine.sampler import Sampler, score
+from engine.logprobs import logprobs_of
+from engine.sampler import Sampler
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence, SequenceState, check_request, check_token_ids
 from engine.speculative import NgramProposer, Proposer, Speculation
@@ -244,7 +245,8 @@ class Engine:
             for item in inputs.scores:
                 end = start + len(item.token_ids)
                 num_top = item.seq.sampling.prompt_logprobs or 0
-                scored = score(logits[start:end], item.token_ids, num_top)
+                tops = [num_top] * len(item.token_ids)
+                scored = logprobs_of(logits[start:end], item.token_ids, tops)
                 result.prompt_logprobs.append((item.seq, scored))
                 start = end
             if self.kv_cache.is_cuda:
