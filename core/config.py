@@ -125,6 +125,8 @@ class RouterConfig(_Section):
     http: str = "127.0.0.1:8000"
     grpc: str = "127.0.0.1:8001"
     policy: Literal["kv_aware", "least_loaded", "round_robin"] = "kv_aware"
+    # /v1/embeddings: how the served model's hidden states become one vector; None: not served.
+    embeddings: Literal["mean", "last"] | None = None
     # A file with a chat template instead of the model's own.
     chat_template: str | None = None
     # Of the answers of a chat: auto takes the format that the chat template shows.
@@ -168,6 +170,17 @@ class Config(_Section):
     kv_transfer: KVTransferConfig = KVTransferConfig()
     router: RouterConfig = RouterConfig()
     ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def _can_embed(self) -> "Config":
+        for name in self.active_pools:
+            if self.router.embeddings and getattr(self.pools, name).tensor_parallel_size > 1:
+                raise _KeyedError(
+                    ("router", "embeddings"),
+                    f"expected null with pools.{name}.tensor_parallel_size over 1: a model that is "
+                    "cut among ranks gives no embeddings",
+                )
+        return self
 
     @model_validator(mode="after")
     def _pools_agree(self) -> "Config":

@@ -33,6 +33,13 @@ class GrammarKind(StrEnum):
     EBNF = "ebnf"
 
 
+class Pooling(StrEnum):
+    """Which final hidden states make a prompt's embedding: the mean of all, or the last one."""
+
+    MEAN = "mean"
+    LAST = "last"
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """What an output must look like as a text. `value` is the schema, the expression or the
@@ -51,7 +58,7 @@ class SamplingParams:
     (output only), min_tokens mask, grammar mask, temperature, top_k, top_p, min_p.
     """
 
-    max_tokens: int  # 0 only with prompt_logprobs: nothing is sampled
+    max_tokens: int  # 0 only with prompt_logprobs or pooling: nothing is sampled
     min_tokens: int = 0
     temperature: float = 1.0  # 0 is greedy, whatever top_k, top_p and min_p say
     top_k: int = 0  # 0 is off
@@ -67,6 +74,7 @@ class SamplingParams:
     grammar: Grammar | None = None  # stop tokens are then allowed only where it may end
     # None: none; k: of every prompt token but the first its logprob and the k best there.
     prompt_logprobs: int | None = None
+    pooling: Pooling | None = None  # with max_tokens 0: the output is the prompt's embedding
 
 
 @dataclass(frozen=True, slots=True)

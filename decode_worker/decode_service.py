@@ -111,7 +111,9 @@ def _admission(batch: list[SequenceOutput]) -> pb.DecodeStarted | None:
 
 def _tokens(batch: list[SequenceOutput], first_index: int) -> pb.Tokens:
     message = pb.Tokens(
-        first_index=first_index, finish_reason=codec.finish_to_pb(batch[-1].finish_reason)
+        first_index=first_index,
+        finish_reason=codec.finish_to_pb(batch[-1].finish_reason),
+        embedding=batch[-1].embedding,
     )
     for output in batch:
         for i, token_id in enumerate(output.token_ids):

@@ -5,11 +5,12 @@ import logging
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from core.config import EngineConfig
 from core.errors import EngineError, RankLostError, RequestError
-from core.types import FinishReason, GenerationRequest, KVBlockCounts, TokenLogprobs
+from core.types import FinishReason, GenerationRequest, KVBlockCounts, Pooling, TokenLogprobs
 from engine.block_pool import BlockPool
 from engine.cuda_graphs import DecodeGraphs
 from engine.draft import DraftProposer
@@ -21,7 +22,7 @@ from engine.sequence import Sequence, SequenceState, check_request, check_token_
 from engine.speculative import NgramProposer, Proposer, Speculation
 from engine.staging import Staging
 from engine.step import StepInputs, prepare
-from engine.types import EngineStats, Model, SequenceOutput
+from engine.types import EngineStats, Model, PooledModel, SequenceOutput
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ class _StepResult:
 
     samples: list[_Sample] = field(default_factory=list)
     prompt_logprobs: list[tuple[Sequence, list[TokenLogprobs]]] = field(default_factory=list)
+    # Of prompts to embed: the sum of this step's hidden states that count, and how many.
+    pooled: list[tuple[Sequence, torch.Tensor, int]] = field(default_factory=list)
 
 
 class Engine:
@@ -83,6 +86,7 @@ class Engine:
             self.kv_cache.device, torch.int64, 3 * config.max_num_batched_tokens
         )
         self.model = model
+        self._no_rows = torch.empty(0, 0, device=self.kv_cache.device)
         self._sequences: dict[str, Sequence] = {}
         self._arrivals = itertools.count()
         self._early: list[SequenceOutput] = []  # outputs of the next step, known before it
@@ -236,7 +240,7 @@ class Engine:
             return _StepResult()
         try:
             inputs = prepare(plan)
-            logits = self._forward(inputs)
+            logits, hidden = self._forward(inputs)
             result, start = _StepResult(), len(inputs.sampled)
             if start:
                 sampled = logits[:start]
@@ -249,6 +253,11 @@ class Engine:
                 scored = logprobs_of(logits[start:end], item.token_ids, tops)
                 result.prompt_logprobs.append((item.seq, scored))
                 start = end
+            start = 0
+            for pool in inputs.pools:
+                rows = hidden[start : start + pool.num_rows]
+                result.pooled.append((pool.seq, rows.float().sum(0), pool.num_rows))
+                start += pool.num_rows
             if self.kv_cache.is_cuda:
                 # KV that this step announces is read by others, past any stream of ours.
                 torch.cuda.current_stream().synchronize()
@@ -259,7 +268,23 @@ class Engine:
             logger.exception("a step with %d sequences failed", len(plan.steps))
             return error
 
-    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+    def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the rows that need them, and final hidden states of those that need these."""
+        if inputs.pools:
+            return self._forward_pooled(inputs)
+        return self._forward_plain(inputs), self._no_rows
+
+    def _forward_pooled(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        assert isinstance(self.model, PooledModel)  # `_add` has seen to it
+        num_logits = len(inputs.logits_rows)
+        input_ids, positions, rows = self._staging.put(
+            inputs.input_ids, inputs.positions, inputs.logits_rows + inputs.hidden_rows
+        )
+        hidden = self.model.hidden_states(input_ids, positions, inputs.batch, rows)
+        logits = self.model.logits(hidden[:num_logits]) if num_logits else self._no_rows
+        return logits, hidden[num_logits:]
+
+    def _forward_plain(self, inputs: StepInputs) -> torch.Tensor:
         if self._graphs is not None and self._graphs.fits(inputs.batch):
             return self._graphs.run(inputs)
         input_ids, positions, rows = self._staging.put(
@@ -280,6 +305,9 @@ class Engine:
             for seq, scored in result.prompt_logprobs:
                 seq.num_prompt_logprobs += len(scored)
                 _output_of(seq, outputs).prompt_logprobs = scored
+            for seq, total, count in result.pooled:
+                seq.pooled = total if seq.pooled is None else seq.pooled + total
+                seq.num_pooled += count
             self._advance(plan, result, outputs)
         return [*early, *outputs.values()]
 
@@ -295,12 +323,23 @@ class Engine:
             self._num_prefilled += num_tokens
             if seq.num_uncomputed_tokens == 0:
                 if seq.sampling.max_tokens == 0:
-                    _output_of(seq, outputs).finish_reason = FinishReason.LENGTH
-                    self._end(seq)
+                    self._finish_prompt(seq, outputs)
                 else:
                     self._emit(seq, next(samples), outputs)
             elif seq.hold:
                 _output_of(seq, outputs).num_computed_tokens = seq.num_computed_tokens
+
+    def _finish_prompt(self, seq: Sequence, outputs: dict[str, SequenceOutput]) -> None:
+        """The end of a sequence that is its prompt alone."""
+        if seq.pooled is not None:
+            divisor = seq.num_prompt_tokens if seq.sampling.pooling is Pooling.MEAN else 1
+            embedding = (seq.pooled / divisor).cpu().numpy().astype("<f4")
+            if not np.isfinite(embedding).all():
+                self._fail(seq, outputs, "the model's hidden states are not finite")
+                return
+            _output_of(seq, outputs).embedding = embedding.tobytes()
+        _output_of(seq, outputs).finish_reason = FinishReason.LENGTH
+        self._end(seq)
 
     def _advance_decode(
         self, seq: Sequence, samples: list[_Sample], outputs: dict[str, SequenceOutput]
@@ -360,6 +399,8 @@ class Engine:
         if request.request_id in self._sequences:
             raise RequestError(f"request {request.request_id} exists", param="request_id")
         check_request(request, self._vocab_size, self.max_model_len)
+        if request.sampling.pooling is not None and not isinstance(self.model, PooledModel):
+            raise RequestError("this worker's model gives no embeddings: it is cut among ranks")
         seq = Sequence(
             request,
             arrival=next(self._arrivals),

@@ -203,7 +203,7 @@ class Scheduler:
         # The last token is computed here, unless a peer sends what is missing.
         num_usable = num_tokens if seq.wants_remote_kv else num_tokens - 1
         hits: list[int] = []
-        if pool.enable_prefix_caching and not seq.wants_prompt_logprobs:
+        if pool.enable_prefix_caching and not seq.needs_every_row:
             hits = pool.find(seq.block_hashes(num_usable // block_size, block_size))
         num_new = -(-num_tokens // block_size) - len(hits)
         if num_new + self._num_reserved() > pool.num_free_without(hits):

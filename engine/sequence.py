@@ -14,7 +14,7 @@ from typing import Any
 
 from core.block_hash import block_hash, root_hash
 from core.errors import RequestError
-from core.types import FinishReason, GenerationRequest, SamplingParams
+from core.types import FinishReason, GenerationRequest, Pooling, SamplingParams
 from engine.grammar import Matcher
 
 
@@ -60,6 +60,9 @@ class Sequence:
     num_paused_steps: int = 0  # that it still does without a draft
     # Of the prompt's logprobs, the first so many (from its second token on) are done.
     num_prompt_logprobs: int = 0
+    # Of a prompt to embed: the sum of the hidden states that count, and of how many positions.
+    pooled: Any = None  # float32 [hidden_size]
+    num_pooled: int = 0
     matcher: Matcher | None = None  # has accepted every output token; survives preemption
 
     _block_hashes: list[bytes] = field(default_factory=list)
@@ -97,6 +100,11 @@ class Sequence:
             return False
         return self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
+    @property
+    def needs_every_row(self) -> bool:
+        """What it is asked for cannot be had of tokens that the prefix cache holds."""
+        return self.wants_prompt_logprobs or self.sampling.pooling is Pooling.MEAN
+
     def append(self, token_id: int) -> bool:
         """One more output token, wherever it was sampled. False: its grammar forbids it."""
         self.token_ids.append(token_id)
@@ -131,7 +139,10 @@ def check_request(request: GenerationRequest, vocab_size: int, max_model_len: in
     params, num_tokens = request.sampling, len(request.token_ids)
     if not request.prompt_token_ids:
         raise RequestError("the prompt has no tokens", param="prompt")
-    is_scored_only = params.max_tokens == 0 and params.prompt_logprobs is not None
+    asks_of_prompt = params.prompt_logprobs is not None or params.pooling is not None
+    is_scored_only = params.max_tokens == 0 and asks_of_prompt
+    if params.pooling is not None and params.max_tokens:
+        raise RequestError("an embedding goes with max_tokens 0", param="max_tokens")
     if num_tokens + (not is_scored_only) > max_model_len:
         raise RequestError(
             f"the prompt has {num_tokens} tokens and leaves no room for an answer: the context "

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from core.types import Pooling
 from engine.attention.base import StepBatch
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
@@ -13,6 +14,14 @@ class Score:
 
     seq: Sequence
     token_ids: list[int]
+
+
+@dataclass(slots=True)
+class Pool:
+    """How many of a sequence's rows in this step count for its embedding."""
+
+    seq: Sequence
+    num_rows: int
 
 
 @dataclass(slots=True)
@@ -28,6 +37,9 @@ class StepInputs:
     sampled: list[Sequence] = field(default_factory=list)
     drafted: list[list[int]] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)  # in the order of their rows
+    # Rows whose final hidden states are needed, and whose they are.
+    hidden_rows: list[int] = field(default_factory=list)
+    pools: list[Pool] = field(default_factory=list)
 
 
 def prepare(plan: StepPlan) -> StepInputs:
@@ -56,5 +68,10 @@ def prepare(plan: StepPlan) -> StepInputs:
             score_rows += [first_row + position for position in scored]
             targets = [seq.token_ids[position + 1] for position in scored]
             inputs.scores.append(Score(seq, targets))
+        if seq.sampling.pooling is not None:
+            first = last if seq.sampling.pooling is Pooling.LAST else 0
+            counted = range(max(start, first, seq.num_pooled), end)
+            inputs.hidden_rows += [first_row + position for position in counted]
+            inputs.pools.append(Pool(seq, len(counted)))
     inputs.logits_rows += score_rows
     return inputs

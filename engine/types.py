@@ -1,7 +1,7 @@
 """What goes into the engine and what comes out."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -21,6 +21,7 @@ class SequenceOutput:
     finish_reason: FinishReason | None = None
     # Of prompt tokens, each once and in order from the prompt's second token on.
     prompt_logprobs: list[TokenLogprobs] | None = None
+    embedding: bytes = b""  # with the finish reason, if asked for: little-endian float32
     # Set once, in the step that gave the sequence its blocks.
     admitted: bool = False
     block_table: list[int] | None = None  # of a prefill_only or remote sequence, with `admitted`
@@ -80,3 +81,20 @@ class Model(Protocol):
         logits_rows: torch.Tensor,  # int64 [R], R may be 0
     ) -> torch.Tensor:
         """Writes the KV of all T tokens; float32 logits [R, vocab_size] of the tokens named."""
+
+
+@runtime_checkable
+class PooledModel(Protocol):
+    """A model whose final hidden states can be had: `forward` in two parts."""
+
+    def hidden_states(
+        self,
+        input_ids: torch.Tensor,  # int64 [T]
+        positions: torch.Tensor,  # int64 [T]
+        batch: StepBatch,
+        rows: torch.Tensor,  # int64 [R]
+    ) -> torch.Tensor:
+        """Writes the KV of all T tokens; [R, hidden_size], after the last norm."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 logits [R, vocab_size] of what `hidden_states` returned."""

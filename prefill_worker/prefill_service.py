@@ -111,6 +111,7 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
                     finish_reason=codec.finish_to_pb(output.finish_reason),
                     prefill_seconds=now() - clock.started,
                     chunks=clock.chunks,
+                    embedding=output.embedding,
                 )
                 await context.write(pb.PrefillEvent(first_token=first))
                 return

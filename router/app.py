@@ -14,6 +14,7 @@ from router.caller import Caller
 from router.cluster_view import cluster_view
 from router.dashboard import dashboard_routes
 from router.debug_routes import debug_routes
+from router.embeddings import embedding_routes
 from router.errors import error_response, install_error_handlers
 from router.frontend import Frontend
 from router.openai_routes import openai_routes
@@ -27,6 +28,7 @@ def make_app(frontend: Frontend, config: Config, keys: KeyStore | None = None) -
     app = FastAPI(title="pdserve", docs_url=None, redoc_url=None)
     install_error_handlers(app)
     app.include_router(openai_routes(frontend, config.router.max_body_bytes))
+    app.include_router(embedding_routes(frontend, config.router))
     app.include_router(tokenize_routes(frontend, config.router.max_body_bytes))
     app.include_router(debug_routes(frontend.timelines))
     app.include_router(dashboard_routes(frontend, config.mode))

@@ -48,6 +48,7 @@ class TokenBatch:
     logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason | None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    embedding: bytes = b""  # of the prompt, if asked for, with the finish reason
 
 
 class AttemptFailed(Exception):
@@ -202,7 +203,8 @@ class Attempt:
                 first = event.first_token
                 tokens = [first.token] if first.HasField("token") else []
                 self._due += len(tokens)
-                return self._first_batch(_batch(tokens, first.finish_reason))
+                batch = _batch(tokens, first.finish_reason, first.embedding)
+                return self._first_batch(batch)
             elif event.HasField("prompt_logprobs"):
                 self._take_prompt_logprobs(event.prompt_logprobs, prefill)
 
@@ -240,7 +242,7 @@ class Attempt:
                 )
             decode.breaker.succeeded()
             self._due += len(tokens.tokens)
-            batch = self._first_batch(_batch(tokens.tokens, tokens.finish_reason))
+            batch = self._first_batch(_batch(tokens.tokens, tokens.finish_reason, tokens.embedding))
             yield batch
             if batch.finish_reason is not None:
                 return
@@ -307,12 +309,14 @@ class Attempt:
         await asyncio.gather(*readers, return_exceptions=True)
 
 
-def _batch(tokens: Sequence[worker_pb2.Token], reason: worker_pb2.FinishReason) -> TokenBatch:
+def _batch(
+    tokens: Sequence[worker_pb2.Token], reason: worker_pb2.FinishReason, embedding: bytes
+) -> TokenBatch:
     finish_reason = codec.finish_from_pb(reason)
     if tokens and tokens[0].HasField("logprob"):
         ids, logprobs = zip(*map(codec.token_from_pb, tokens), strict=True)
         return TokenBatch(list(ids), list(logprobs), finish_reason)
-    return TokenBatch([token.id for token in tokens], None, finish_reason)
+    return TokenBatch([token.id for token in tokens], None, finish_reason, embedding=embedding)
 
 
 def _failed(task: asyncio.Future) -> bool:

@@ -84,17 +84,18 @@ class Frontend:
             )
 
     async def completion(self, body: CompletionBody, caller: Caller) -> TextRequest:
-        prompts = _split_prompt(body.prompt)
+        prompts = split_prompt(body.prompt)
         if len(prompts) * (body.n or 1) > MAX_CHOICES:
             raise RequestError(f"prompts times n must be at most {MAX_CHOICES}", param="n")
-        token_ids = []
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                token_ids.append(await self._encode(prompt, add_special_tokens=True))
-            else:
-                token_ids.append(self.checked_ids(prompt, "prompt"))
-        request = self._request(body, tuple(token_ids), caller)
+        token_ids = tuple([await self.tokens_of(prompt, "prompt") for prompt in prompts])
+        request = self._request(body, token_ids, caller)
         return replace(request, echo=bool(body.echo))
+
+    async def tokens_of(self, prompt: str | list[Any], param: str) -> tuple[int, ...]:
+        """A text tokenized, or token ids checked. Raises RequestError."""
+        if isinstance(prompt, str):
+            return await self._encode(prompt, add_special_tokens=True, param=param)
+        return self.checked_ids(prompt, param)
 
     async def chat(self, body: ChatBody, caller: Caller) -> TextRequest:
         template = self.tokenizer.chat_template
@@ -131,19 +132,21 @@ class Frontend:
             request, reading=plan, shown_special=self.tokenizer.added_token_ids(plan.markers)
         )
 
-    async def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+    async def _encode(
+        self, text: str, *, add_special_tokens: bool, param: str = "prompt"
+    ) -> tuple[int, ...]:
         def encode() -> tuple[int, ...]:
             return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
         token_ids = await _offload(len(text), encode)
         if not token_ids:
-            raise RequestError("the prompt is empty", param="prompt")
+            raise RequestError(f"the {param} is empty", param=param)
         return token_ids
 
     def checked_ids(self, ids: list[Any], param: str) -> tuple[int, ...]:
         """Token ids as they came. Raises RequestError unless each is in the vocabulary."""
         if not ids:
-            raise RequestError("the prompt is empty", param=param)
+            raise RequestError(f"the {param} is empty", param=param)
         vocab_size = self.tokenizer.vocab_size
         for token_id in ids:
             if type(token_id) is not int or not 0 <= token_id < vocab_size:
@@ -239,21 +242,22 @@ class Frontend:
         return checked
 
 
-def _split_prompt(prompt: Any) -> list[str | list[Any]]:
+def split_prompt(prompt: Any, param: str = "prompt") -> list[str | list[Any]]:
     """One entry for each prompt, text or token ids. Raises RequestError."""
+    wrong = RequestError(f"{param}: expected text, token ids, or a list of them", param=param)
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list):
-        raise RequestError("prompt: expected text, token ids, or a list of them", param="prompt")
+        raise wrong
     if not prompt:
-        raise RequestError("the prompt is empty", param="prompt")
+        raise RequestError(f"the {param} is empty", param=param)
     if all(type(item) is int for item in prompt):
         return [prompt]
     if all(isinstance(item, str) for item in prompt):
         return prompt
     if all(isinstance(item, list) for item in prompt):
         return prompt
-    raise RequestError("prompt: expected text, token ids, or a list of them", param="prompt")
+    raise wrong
 
 
 def _input_field(body: Body) -> str:

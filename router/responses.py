@@ -51,12 +51,14 @@ class GuardedResponse(Response):
             self._outcome(outcome)
 
 
-def whole(body: Callable[[], Awaitable[dict[str, Any]]]) -> Work:
-    """A JSON body that is ready only when the generation has ended."""
+def whole(body: Callable[[], Awaitable[dict[str, Any] | Response]]) -> Work:
+    """A JSON body, or a response, that is ready only when the generation has ended."""
 
     async def work(scope: Scope, receive: Receive, send: Send) -> str:
+        response: Response
         try:
-            response, outcome = JSONResponse(await body()), "ok"
+            made, outcome = await body(), "ok"
+            response = made if isinstance(made, Response) else JSONResponse(made)
         except Exception as error:
             response, outcome = error_response(as_pdserve_error(error)), "error"
         await response(scope, receive, send)

@@ -26,10 +26,16 @@ _GRAMMARS = {
     types.GrammarKind.REGEX: pb.GRAMMAR_KIND_REGEX,
     types.GrammarKind.EBNF: pb.GRAMMAR_KIND_EBNF,
 }
+_POOLINGS = {
+    None: pb.POOLING_UNSPECIFIED,
+    types.Pooling.MEAN: pb.POOLING_MEAN,
+    types.Pooling.LAST: pb.POOLING_LAST,
+}
 _ROLES_BACK = {value: key for key, value in _ROLES.items()}
 _STATES_BACK = {value: key for key, value in _STATES.items()}
 _FINISH_BACK = {value: key for key, value in _FINISH.items()}
 _GRAMMARS_BACK = {value: key for key, value in _GRAMMARS.items()}
+_POOLINGS_BACK = {value: key for key, value in _POOLINGS.items()}
 
 
 def role_to_pb(role: types.Role) -> pb.Role:
@@ -77,6 +83,7 @@ def request_to_pb(request: types.GenerationRequest) -> pb.GenerationRequest:
             repetition_penalty=sampling.repetition_penalty,
             logit_bias=sampling.logit_bias,
             stop_token_ids=sampling.stop_token_ids,
+            pooling=_POOLINGS[sampling.pooling],
         ),
     )
     if sampling.logprobs is not None:
@@ -96,7 +103,10 @@ def request_from_pb(message: pb.GenerationRequest) -> types.GenerationRequest:
         raise RequestError("request_id is empty", param="request_id")
     if not message.prompt_token_ids:
         raise RequestError("the prompt has no tokens", param="prompt_token_ids")
-    if sampling.max_tokens < 1 and not sampling.HasField("prompt_logprobs"):
+    if sampling.pooling not in _POOLINGS_BACK:
+        raise RequestError("the kind of pooling is not known here", param="pooling")
+    gives_more = sampling.HasField("prompt_logprobs") or sampling.pooling
+    if sampling.max_tokens < 1 and not gives_more:
         raise RequestError("max_tokens must be at least 1", param="max_tokens")
     return types.GenerationRequest(
         request_id=message.request_id,
@@ -122,6 +132,7 @@ def request_from_pb(message: pb.GenerationRequest) -> types.GenerationRequest:
             prompt_logprobs=(
                 sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None
             ),
+            pooling=_POOLINGS_BACK[sampling.pooling],
         ),
     )
 

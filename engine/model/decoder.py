@@ -155,6 +155,33 @@ class Decoder:
         self, input_ids: torch.Tensor, positions: torch.Tensor, logits_rows: torch.Tensor
     ) -> torch.Tensor:
         """After `plan`: all the rest, without another look at the batch."""
+        return self.logits(self._layers(input_ids, positions, logits_rows))
+
+    @torch.inference_mode()
+    def hidden_states(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: StepBatch,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `forward`, but the final hidden states `[R, hidden_size]`, normed, of `rows`."""
+        self.plan(batch)
+        return self._layers(input_ids, positions, rows)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of final hidden states: float32 `[R, vocab_size]`."""
+        logits = self._gather(self._weights.head(hidden)).float()
+        if self.config.final_softcap is not None:
+            cap = self.config.final_softcap
+            logits = logits.div_(cap).tanh_().mul_(cap)
+        return logits
+
+    def _layers(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """From tokens to the final hidden states of `rows`."""
         backend = self._bound()
         hidden, cos_sins = self._enter(input_ids, positions)
         rotates = [
@@ -166,14 +193,10 @@ class Decoder:
             attend = partial(backend.forward, self._attention_layers[i])
             rotate = rotates[int(self.config.layers[i].has_local_rope)]
             attended = layer.attention(layer.input_norm(hidden), rotate, attend)
-            if i == last:  # KV is written; from here only the sampled rows matter
-                hidden, attended = hidden[logits_rows], attended[logits_rows]
+            if i == last:  # KV is written; from here only some rows matter
+                hidden, attended = hidden[rows], attended[rows]
             hidden = self._feed_forward(layer, hidden, attended)
-        logits = self._gather(self._weights.head(self._weights.norm(hidden))).float()
-        if self.config.final_softcap is not None:
-            cap = self.config.final_softcap
-            logits = logits.div_(cap).tanh_().mul_(cap)
-        return logits
+        return self._weights.norm(hidden)
 
     def _enter(
         self, input_ids: torch.Tensor, positions: torch.Tensor

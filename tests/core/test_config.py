@@ -82,6 +82,11 @@ def test_wrong_keys(text, message):
             "c.yaml:2: pools.colocated.tensor_parallel_size: expected less than or equal to 8",
         ),
         (
+            "model: a\nmode: colocated\npools: {colocated: {tensor_parallel_size: 2}}\n"
+            "router: {embeddings: mean}",
+            "c.yaml:4: router.embeddings: expected null with pools.colocated",
+        ),
+        (
             "model: a\npools:\n  decode:\n    tensor_parallel_size: 2",
             "c.yaml:4: pools.decode.tensor_parallel_size: expected 1 in mode disaggregated",
         ),

@@ -5,6 +5,7 @@ temperature is not 0, on the seed: so a retried or resumed answer can be told fr
 """
 
 import asyncio
+import struct
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import contextmanager
@@ -48,6 +49,14 @@ def prompt_scores(
         worker_pb2.PromptLogprobs(first_index=1, tokens=tokens[:2]),
         worker_pb2.PromptLogprobs(first_index=len(tokens[:2]) + 1, tokens=tokens[2:]),
     ]
+
+
+def embedding_of(request: worker_pb2.GenerationRequest) -> bytes:
+    """If asked for: how many tokens, their sum, and which kind of pooling."""
+    if not request.sampling.pooling:
+        return b""
+    ids = request.prompt_token_ids
+    return struct.pack("<3f", len(ids), sum(ids), request.sampling.pooling)
 
 
 def says(text: str, eos: int = 256) -> Callable[[list[int], int], int]:
@@ -268,7 +277,9 @@ class _Prefill(worker_pb2_grpc.PrefillServiceServicer):
                     if not request.sampling.max_tokens:
                         length = worker_pb2.FINISH_REASON_LENGTH
                         yield worker_pb2.PrefillEvent(
-                            first_token=worker_pb2.FirstToken(finish_reason=length)
+                            first_token=worker_pb2.FirstToken(
+                                finish_reason=length, embedding=embedding_of(request)
+                            )
                         )
                         return
                     token, reason = worker.token(request, len(request.output_token_ids))
@@ -321,7 +332,9 @@ class _Decode(worker_pb2_grpc.DecodeServiceServicer):
                 reason = worker_pb2.FINISH_REASON_UNSPECIFIED
                 if not request.sampling.max_tokens:
                     reason = worker_pb2.FINISH_REASON_LENGTH
-                    tokens = worker_pb2.Tokens(first_index=index, finish_reason=reason)
+                    tokens = worker_pb2.Tokens(
+                        first_index=index, finish_reason=reason, embedding=embedding_of(request)
+                    )
                     yield worker_pb2.DecodeEvent(tokens=tokens)
                 while not reason:
                     if not await worker.step(fault, num_sent):
