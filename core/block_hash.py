@@ -41,3 +41,9 @@ def block_hashes(
 def token_digest(token_ids: Sequence[int]) -> bytes:
     """Digest of a whole token sequence: binds a hand-over to the tokens that it is for."""
     return hashlib.sha256(struct.pack(f"<{len(token_ids)}I", *token_ids)).digest()
+
+
+def short_hash(value: bytes) -> int:
+    """The first 64 bits of a block's hash: its name where a mistake costs time alone, as in what
+    a router knows of the workers' caches."""
+    return int.from_bytes(value[:8], "little")

@@ -237,6 +237,7 @@ class KVImport:
         seconds = now() - since
         num_bytes = sum(part.num_bytes for part in pulled)
         runtime.kv_bytes_received += num_bytes
+        runtime.links.note(self._source.incarnation, num_bytes, seconds)
         started.kv_bytes += num_bytes
         started.kv_transfer_seconds += seconds
         if len(started.pulls) < _MAX_PULLS:

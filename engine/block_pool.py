@@ -1,7 +1,7 @@
 """Who owns which KV block, and which blocks hold KV that can be used again."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 
 from core.errors import EngineError
@@ -27,6 +27,8 @@ class BlockPool:
     - Only full blocks are registered; one block has one hash and one hash has one block. Later
       copies of the same content stay without a hash.
     - Every operation is O(1) for each block that it names.
+    - `on_change`, if set, hears of every hash that can be found from now on (True) or no more
+      (False), in order. It must neither block nor raise.
     """
 
     def __init__(self, num_blocks: int, enable_prefix_caching: bool = True) -> None:
@@ -38,6 +40,7 @@ class BlockPool:
         self._num_owned = [0] * len(Owner)  # blocks that count as this owner's
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
+        self.on_change: Callable[[bytes, bool], None] | None = None
 
     @property
     def num_free(self) -> int:
@@ -120,6 +123,8 @@ class BlockPool:
             return
         self._block_of[block_hash] = block_id
         self._hash_of[block_id] = block_hash
+        if self.on_change is not None:
+            self.on_change(block_hash, True)
 
     def is_writable(self, block_id: int) -> bool:
         """Whether exactly one owner has the block and nobody can find it."""
@@ -153,6 +158,8 @@ class BlockPool:
         if value is not None:
             del self._block_of[value]
             self._hash_of[block_id] = None
+            if self.on_change is not None:
+                self.on_change(value, False)
 
     def _owner(self, block_id: int) -> Owner | None:
         for owner in Owner:

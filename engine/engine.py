@@ -16,6 +16,7 @@ from engine.cuda_graphs import DecodeGraphs
 from engine.draft import DraftProposer
 from engine.grammar import Matcher
 from engine.logprobs import logprobs_of
+from engine.meter import StepMeter
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence, SequenceState, check_request, check_token_ids
@@ -85,6 +86,7 @@ class Engine:
         self._staging = Staging(
             self.kv_cache.device, torch.int64, 3 * config.max_num_batched_tokens
         )
+        self._meter = StepMeter()
         self.model = model
         self._no_rows = torch.empty(0, 0, device=self.kv_cache.device)
         self._sequences: dict[str, Sequence] = {}
@@ -189,7 +191,8 @@ class Engine:
         return len(self.scheduler.running)
 
     def stats(self) -> EngineStats:
-        scheduler, speculation = self.scheduler, self._speculation
+        scheduler, speculation, meter = self.scheduler, self._speculation, self._meter
+        decode_step_seconds, decode_sequence_seconds = meter.decode_line
         return EngineStats(
             requests_running=len(scheduler.running) + len(scheduler.awaiting),
             requests_waiting=len(scheduler.waiting) + len(scheduler.waiting_remote),
@@ -201,6 +204,9 @@ class Engine:
             tokens_drafted_total=speculation.num_drafted if speculation else 0,
             tokens_draft_accepted_total=speculation.num_accepted if speculation else 0,
             draft_pauses_total=speculation.num_pauses if speculation else 0,
+            prefill_tokens_per_second=meter.prefill_tokens_per_second,
+            decode_step_seconds=decode_step_seconds,
+            decode_sequence_seconds=decode_sequence_seconds,
         )
 
     def block_counts(self) -> KVBlockCounts:
@@ -227,9 +233,12 @@ class Engine:
         plan = self.scheduler.schedule()
         for seq in plan.admitted:
             seq.queue_seconds = started - seq.added_at
+        num_prompt_tokens = sum(n for seq, n in plan.steps if seq.is_prefilling)
+        num_decodes = sum(not seq.is_prefilling for seq, _ in plan.steps)
         result = self._run(plan)
         outputs = self._postprocess(plan, result)
         step_seconds = time.monotonic() - started
+        self._meter.note(num_prompt_tokens, num_decodes, step_seconds)
         for output in outputs:
             output.step_seconds = step_seconds
         return outputs

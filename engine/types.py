@@ -47,6 +47,10 @@ class EngineStats:
     tokens_drafted_total: int
     tokens_draft_accepted_total: int
     draft_pauses_total: int
+    # Moving figures, 0 before the first measurement: see `engine.meter`.
+    prefill_tokens_per_second: float
+    decode_step_seconds: float
+    decode_sequence_seconds: float
 
 
 class ModelLimits(Protocol):

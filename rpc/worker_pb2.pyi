@@ -67,7 +67,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("id", "role", "host", "pid", "address", "incarnation", "model", "compatibility", "max_model_len", "block_size", "num_kv_blocks", "kv_block_bytes", "transports", "max_num_seqs", "ranks")
+    __slots__ = ("id", "role", "host", "pid", "address", "incarnation", "model", "compatibility", "max_model_len", "block_size", "num_kv_blocks", "kv_block_bytes", "transports", "max_num_seqs", "ranks", "prefix_caching", "max_batched_tokens")
     class CompatibilityEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,8 @@ class WorkerInfo(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHING_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     id: str
     role: Role
     host: str
@@ -105,7 +107,9 @@ class WorkerInfo(_message.Message):
     transports: _containers.RepeatedCompositeFieldContainer[TransportOffer]
     max_num_seqs: int
     ranks: _containers.RepeatedCompositeFieldContainer[KvRankInfo]
-    def __init__(self, id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., compatibility: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_bytes: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., max_num_seqs: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[KvRankInfo, _Mapping]]] = ...) -> None: ...
+    prefix_caching: bool
+    max_batched_tokens: int
+    def __init__(self, id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., compatibility: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_bytes: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., max_num_seqs: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[KvRankInfo, _Mapping]]] = ..., prefix_caching: _Optional[bool] = ..., max_batched_tokens: _Optional[int] = ...) -> None: ...
 
 class KvRankInfo(_message.Message):
     __slots__ = ("address", "incarnation", "transports")
@@ -130,7 +134,7 @@ class WatchStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("state", "kv_blocks", "requests_running", "requests_waiting", "tokens_prefilled_total", "tokens_decoded_total", "prefix_hit_tokens_total", "kv_bytes_sent_total", "kv_bytes_received_total", "transfers_ok_total", "transfers_failed_total", "transport", "waiting_prefill_tokens", "seconds_since_progress", "preemptions_total", "aborts_total", "tokens_drafted_total", "tokens_draft_accepted_total", "rdma_fallbacks_total", "speculative_method", "draft_pauses_total")
+    __slots__ = ("state", "kv_blocks", "requests_running", "requests_waiting", "tokens_prefilled_total", "tokens_decoded_total", "prefix_hit_tokens_total", "kv_bytes_sent_total", "kv_bytes_received_total", "transfers_ok_total", "transfers_failed_total", "transport", "waiting_prefill_tokens", "seconds_since_progress", "preemptions_total", "aborts_total", "tokens_drafted_total", "tokens_draft_accepted_total", "rdma_fallbacks_total", "speculative_method", "draft_pauses_total", "prefill_tokens_per_second", "decode_step_seconds", "decode_sequence_seconds", "links")
     STATE_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +156,10 @@ class WorkerStatus(_message.Message):
     RDMA_FALLBACKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     SPECULATIVE_METHOD_FIELD_NUMBER: _ClassVar[int]
     DRAFT_PAUSES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_SEQUENCE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     kv_blocks: KvBlockCounts
     requests_running: int
@@ -173,7 +181,19 @@ class WorkerStatus(_message.Message):
     rdma_fallbacks_total: int
     speculative_method: str
     draft_pauses_total: int
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., kv_blocks: _Optional[_Union[KvBlockCounts, _Mapping]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_prefilled_total: _Optional[int] = ..., tokens_decoded_total: _Optional[int] = ..., prefix_hit_tokens_total: _Optional[int] = ..., kv_bytes_sent_total: _Optional[int] = ..., kv_bytes_received_total: _Optional[int] = ..., transfers_ok_total: _Optional[int] = ..., transfers_failed_total: _Optional[int] = ..., transport: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., seconds_since_progress: _Optional[float] = ..., preemptions_total: _Optional[int] = ..., aborts_total: _Optional[int] = ..., tokens_drafted_total: _Optional[int] = ..., tokens_draft_accepted_total: _Optional[int] = ..., rdma_fallbacks_total: _Optional[int] = ..., speculative_method: _Optional[str] = ..., draft_pauses_total: _Optional[int] = ...) -> None: ...
+    prefill_tokens_per_second: float
+    decode_step_seconds: float
+    decode_sequence_seconds: float
+    links: _containers.RepeatedCompositeFieldContainer[LinkSpeed]
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., kv_blocks: _Optional[_Union[KvBlockCounts, _Mapping]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_prefilled_total: _Optional[int] = ..., tokens_decoded_total: _Optional[int] = ..., prefix_hit_tokens_total: _Optional[int] = ..., kv_bytes_sent_total: _Optional[int] = ..., kv_bytes_received_total: _Optional[int] = ..., transfers_ok_total: _Optional[int] = ..., transfers_failed_total: _Optional[int] = ..., transport: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., seconds_since_progress: _Optional[float] = ..., preemptions_total: _Optional[int] = ..., aborts_total: _Optional[int] = ..., tokens_drafted_total: _Optional[int] = ..., tokens_draft_accepted_total: _Optional[int] = ..., rdma_fallbacks_total: _Optional[int] = ..., speculative_method: _Optional[str] = ..., draft_pauses_total: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., decode_step_seconds: _Optional[float] = ..., decode_sequence_seconds: _Optional[float] = ..., links: _Optional[_Iterable[_Union[LinkSpeed, _Mapping]]] = ...) -> None: ...
+
+class LinkSpeed(_message.Message):
+    __slots__ = ("peer_incarnation", "bytes_per_second")
+    PEER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    peer_incarnation: str
+    bytes_per_second: float
+    def __init__(self, peer_incarnation: _Optional[str] = ..., bytes_per_second: _Optional[float] = ...) -> None: ...
 
 class KvBlockCounts(_message.Message):
     __slots__ = ("total", "free", "cached", "running", "held", "awaiting")
@@ -190,6 +210,26 @@ class KvBlockCounts(_message.Message):
     held: int
     awaiting: int
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., running: _Optional[int] = ..., held: _Optional[int] = ..., awaiting: _Optional[int] = ...) -> None: ...
+
+class WatchKvBlocksRequest(_message.Message):
+    __slots__ = ("incarnation",)
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    def __init__(self, incarnation: _Optional[str] = ...) -> None: ...
+
+class KvBlockEvents(_message.Message):
+    __slots__ = ("incarnation", "sequence", "is_snapshot", "removed", "stored")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    IS_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    sequence: int
+    is_snapshot: bool
+    removed: _containers.RepeatedScalarFieldContainer[int]
+    stored: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, incarnation: _Optional[str] = ..., sequence: _Optional[int] = ..., is_snapshot: _Optional[bool] = ..., removed: _Optional[_Iterable[int]] = ..., stored: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()

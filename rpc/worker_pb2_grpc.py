@@ -46,6 +46,11 @@ class WorkerServiceStub:
                 request_serializer=rpc_dot_worker__pb2.WatchStatusRequest.SerializeToString,
                 response_deserializer=rpc_dot_worker__pb2.WorkerStatus.FromString,
                 _registered_method=True)
+        self.WatchKvBlocks = channel.unary_stream(
+                '/pdserve.worker.v1.WorkerService/WatchKvBlocks',
+                request_serializer=rpc_dot_worker__pb2.WatchKvBlocksRequest.SerializeToString,
+                response_deserializer=rpc_dot_worker__pb2.KvBlockEvents.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/pdserve.worker.v1.WorkerService/Drain',
                 request_serializer=rpc_dot_worker__pb2.DrainRequest.SerializeToString,
@@ -72,6 +77,14 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchKvBlocks(self, request, context):
+        """Which KV blocks can be found in this worker's prefix cache: all of them first, then changes
+        as they happen, at most every 20 ms. A reader that falls behind gets all of them again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Take no new request; running ones go on.
         """
@@ -91,6 +104,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.WatchStatus,
                     request_deserializer=rpc_dot_worker__pb2.WatchStatusRequest.FromString,
                     response_serializer=rpc_dot_worker__pb2.WorkerStatus.SerializeToString,
+            ),
+            'WatchKvBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchKvBlocks,
+                    request_deserializer=rpc_dot_worker__pb2.WatchKvBlocksRequest.FromString,
+                    response_serializer=rpc_dot_worker__pb2.KvBlockEvents.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -154,6 +172,33 @@ class WorkerService:
             '/pdserve.worker.v1.WorkerService/WatchStatus',
             rpc_dot_worker__pb2.WatchStatusRequest.SerializeToString,
             rpc_dot_worker__pb2.WorkerStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchKvBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.worker.v1.WorkerService/WatchKvBlocks',
+            rpc_dot_worker__pb2.WatchKvBlocksRequest.SerializeToString,
+            rpc_dot_worker__pb2.KvBlockEvents.FromString,
             options,
             channel_credentials,
             insecure,

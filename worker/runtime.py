@@ -44,6 +44,8 @@ from rpc import codec, worker_pb2_grpc
 from rpc import worker_pb2 as pb
 from rpc.channel import make_server
 from worker.engine_setup import build_engine
+from worker.kv_events import KvEventHub
+from worker.link_speed import LinkSpeeds
 from worker.outputs import OutputHub
 from worker.ranks import INCARNATION, Followers, address_of, join
 from worker.status import StatusService
@@ -71,6 +73,7 @@ class WorkerRuntime:
         self.transports: dict[str, KVTransfer] = {}
         self.transport_in_use = ""
         self.carriers = CarrierWatch()
+        self.links = LinkSpeeds()
         self.kv_bytes_sent = 0
         self.kv_bytes_received = 0
         self.transfers_ok = 0
@@ -101,6 +104,9 @@ class WorkerRuntime:
         if ranks is not None:
             await self._attend(ranks)
         self._grammars = GrammarCompiler(files, self.engine.model.config.vocab_size)
+        pool = self.engine.pool
+        self.kv_events = KvEventHub(self.incarnation, pool.num_blocks)
+        pool.on_change = self.kv_events.note
         self.engine_loop = EngineLoop(self.engine, self._on_outputs, self._on_crash)
         self.engine_loop.start()
         await self._take_snapshot()
@@ -202,6 +208,8 @@ class WorkerRuntime:
             num_kv_blocks=engine.kv_cache.shape[0],
             kv_block_bytes=engine.kv_cache[0].numel() * engine.kv_cache.itemsize,
             max_num_seqs=settings.engine.max_num_seqs,
+            prefix_caching=settings.engine.enable_prefix_caching,
+            max_batched_tokens=settings.engine.max_num_batched_tokens,
             transports=[
                 pb.TransportOffer(name=name, payload=transport.offer())
                 for name, transport in self.transports.items()
@@ -305,6 +313,13 @@ class WorkerRuntime:
             aborts_total=self.aborts,
             rdma_fallbacks_total=self.carriers.num_fallbacks,
             seconds_since_progress=self.engine_loop.seconds_since_progress(),
+            prefill_tokens_per_second=stats.prefill_tokens_per_second,
+            decode_step_seconds=stats.decode_step_seconds,
+            decode_sequence_seconds=stats.decode_sequence_seconds,
+            links=[
+                pb.LinkSpeed(peer_incarnation=peer, bytes_per_second=speed)
+                for peer, speed in self.links.items()
+            ],
         )
 
 

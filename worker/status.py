@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 import grpc
@@ -38,6 +39,16 @@ class StatusService(worker_pb2_grpc.WorkerServiceServicer):
                 last, waited = status, 0.0
             await asyncio.sleep(_MIN_SECONDS)
             waited += _MIN_SECONDS
+
+    async def WatchKvBlocks(
+        self, request: pb.WatchKvBlocksRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        # Not a generator: a cancelled call must always arrive as CancelledError in here.
+        async with translated_errors(context):
+            self._runtime.check_incarnation(request.incarnation)
+            async with aclosing(self._runtime.kv_events.messages()) as messages:
+                async for message in messages:
+                    await context.write(message)
 
     async def Drain(
         self, request: pb.DrainRequest, context: grpc.aio.ServicerContext
