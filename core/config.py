@@ -124,11 +124,13 @@ class SloConfig(_Section):
 class RouterConfig(_Section):
     http: str = "127.0.0.1:8000"
     grpc: str = "127.0.0.1:8001"
-    policy: Literal["kv_aware", "least_loaded", "round_robin"] = "kv_aware"
     # /v1/embeddings: how the served model's hidden states become one vector; None: not served.
     embeddings: Literal["mean", "last"] | None = None
     # A file with a chat template instead of the model's own.
     chat_template: str | None = None
+    policy: Literal["kv_aware", "least_loaded", "round_robin", "session"] = "kv_aware"
+    # Tokens of a prompt that a decode worker may compute itself if that is faster; 0: never.
+    max_local_prefill_tokens: Annotated[int, Field(ge=0)] = 0
     # Of the answers of a chat: auto takes the format that the chat template shows.
     tool_parser: Literal["auto", "hermes", "llama3_json", "pythonic", "mistral"] = "auto"
     reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = None

@@ -8,9 +8,10 @@ from math import sqrt
 
 from planner.event_loop import EventLoop
 from planner.job import Host, Job
+from planner.prefix_cache import PrefixCache
+from planner.speeds import speeds_of
 from planner.step_model import StepModel
 from router.policy import Load
-from router.prefix_index import PrefixIndex
 
 _BLOCK = 16  # tokens of a KV block, for the policy's view
 
@@ -46,7 +47,8 @@ class BatchWorker:
         self.link_free_at = 0.0
         self.last_chosen = 0
         self.busy_s = 0.0
-        self.prefixes = PrefixIndex(limits.kv_tokens // hash_block if hash_block else 0)
+        self._speeds = speeds_of(model, limits.max_num_batched_tokens)
+        self.prefixes = PrefixCache(limits.kv_tokens // hash_block if hash_block else 0)
         self._loop, self._model, self._host = loop, model, host
         self._hash_block = hash_block
         self._room = limits.kv_tokens
@@ -104,6 +106,8 @@ class BatchWorker:
             max_num_seqs=self.limits.max_num_seqs,
             cached_tokens=self.prefixes.match(hashes) * self._hash_block,
             last_chosen=self.last_chosen,
+            speeds=self._speeds,
+            step_tokens=self.limits.max_num_batched_tokens,
         )
 
     # ---------------------------------------------------------------- stepping

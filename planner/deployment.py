@@ -7,15 +7,15 @@ from typing import Protocol
 
 from planner.event_loop import EventLoop
 from planner.job import Job
+from planner.prefix_cache import PrefixCache
 from planner.result import Recorder
-from router.policy import POLICIES, Cost, Demand, Load, cheapest
-from router.prefix_index import PrefixIndex
+from router.policy import POLICIES, Demand, Load, best_pair, best_worker
 
 
 class Worker(Protocol):
     """What `BatchWorker` and `ScheduledWorker` have in common."""
 
-    prefixes: PrefixIndex
+    prefixes: PrefixCache
     link_free_at: float
     last_chosen: int
     busy_s: float
@@ -40,6 +40,9 @@ class Link:
     overlaps: bool = True
 
 
+_BLOCK = 16  # tokens, for the policy's view
+# Links are all alike, so that the best pair is nearly always of the best on each side.
+_SHORTLIST = 2
 # With more workers than this a placement looks at a sample of them.
 _LOOK_AT_ALL = 16
 _SAMPLE = 4
@@ -68,18 +71,31 @@ class Deployment:
     def arrive(self, job: Job) -> None:
         self.recorder.arrived(job, self._loop.now)
         job.hands_over = bool(self.decodes)
-        first_cost = self._policy.prefill if job.hands_over else self._policy.colocated
-        job.prefill = job.decode = self._place(self.prefills, first_cost, job)
-        if job.hands_over:
-            job.decode = self._place(self.decodes, self._policy.decode, job)
+        self._place(job)
         if job.prefill.fits(job, not job.hands_over) and job.decode.fits(job, True):
             job.prefill.add_prompt(job)
         else:
             self.recorder.rejected(job, self._loop.now)
             self._ended()
 
-    def _place(self, workers: list[Worker], cost: Cost, job: Job) -> Worker:
-        """The cheapest of the pool, or of a sample and the worker that knows the prefix."""
+    def _place(self, job: Job) -> None:
+        demand = Demand(job.request.num_prompt, job.request.num_output, _BLOCK)
+        policy = self._policy
+        prefills = self._candidates(self.prefills, job)
+        if job.hands_over:
+            decodes = self._candidates(self.decodes, job)
+            _, p, d = best_pair(prefills, decodes, policy, demand, self._bandwidth, _SHORTLIST)
+            job.prefill, job.decode = p.worker, d.worker
+        else:
+            job.prefill = job.decode = best_worker(prefills, policy.colocated, demand).worker
+        for worker in (job.prefill, job.decode):
+            self._num_placed += 1
+            worker.last_chosen = self._num_placed
+        if len(self.prefills) > _LOOK_AT_ALL:
+            self._owners.update(dict.fromkeys(job.request.hashes, job.prefill))
+
+    def _candidates(self, workers: list[Worker], job: Job) -> list[tuple[Worker, Load]]:
+        """The pool, or a sample of it and the worker that knows the prefix."""
         hashes = job.request.hashes
         candidates = workers
         if len(workers) > _LOOK_AT_ALL:
@@ -87,15 +103,11 @@ class Deployment:
             owner = self._owner(hashes) if workers is self.prefills else None
             if owner is not None and owner not in candidates:
                 candidates.append(owner)
-        demand = Demand(job.request.num_prompt, job.request.num_output, 16)
-        chosen = candidates[0]
-        if len(candidates) > 1:
-            chosen = cheapest(candidates, cost, demand, hashes)[1]
-        self._num_placed += 1
-        chosen.last_chosen = self._num_placed
-        if workers is self.prefills and len(workers) > _LOOK_AT_ALL:
-            self._owners.update(dict.fromkeys(hashes, chosen))
-        return chosen
+        size = self._link.bytes_per_token
+        return [(w, w.load(hashes)._replace(token_bytes=size)) for w in candidates]
+
+    def _bandwidth(self, prefill: Worker, decode: Worker) -> float:
+        return self._link.bytes_per_s
 
     def _owner(self, hashes: Sequence[bytes]) -> Worker | None:
         """Of the longest prefix that somebody was asked to compute."""

@@ -1,15 +1,11 @@
-"""What the router believes to be in one worker's prefix cache."""
+"""The prefix cache of a simulated worker."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
 
 
-class PrefixIndex:
-    """Hashes of the blocks that one incarnation was asked to compute, least recently used first.
-
-    Bounded by the worker's own number of blocks: it cannot hold more. A belief, never a promise:
-    a wrong one costs time, not correctness.
-    """
+class PrefixCache:
+    """Hashes of the blocks that a worker has computed, least recently used first."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -19,7 +15,7 @@ class PrefixIndex:
         return len(self._hashes)
 
     def match(self, hashes: Sequence[bytes]) -> int:
-        """Number of leading blocks that are believed to be cached."""
+        """Number of leading blocks that are cached."""
         for count, block in enumerate(hashes):
             if block not in self._hashes:
                 return count

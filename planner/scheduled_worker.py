@@ -13,9 +13,10 @@ from engine.sequence import Sequence, SequenceState
 from planner.batch_worker import Limits
 from planner.event_loop import EventLoop
 from planner.job import Host, Job
+from planner.prefix_cache import PrefixCache
+from planner.speeds import speeds_of
 from planner.step_model import StepModel
 from router.policy import Load
-from router.prefix_index import PrefixIndex
 
 _BLOCK = 16
 _WRITTEN = 0  # the token id of everything that is "generated"
@@ -36,9 +37,10 @@ class ScheduledWorker:
         self.link_free_at = 0.0
         self.last_chosen = 0
         self.busy_s = 0.0
+        self._speeds = speeds_of(model, limits.max_num_batched_tokens)
         self.block_size = hash_block or _BLOCK
         num_blocks = max(2, limits.kv_tokens // self.block_size)
-        self.prefixes = PrefixIndex(num_blocks if hash_block else 0)
+        self.prefixes = PrefixCache(num_blocks if hash_block else 0)
         config = EngineConfig(
             block_size=self.block_size,
             max_num_seqs=limits.max_num_seqs,
@@ -85,6 +87,8 @@ class ScheduledWorker:
             max_num_seqs=self.limits.max_num_seqs,
             cached_tokens=self.prefixes.match(hashes) * self.block_size,
             last_chosen=self.last_chosen,
+            speeds=self._speeds,
+            step_tokens=self.limits.max_num_batched_tokens,
         )
 
     def _send(self, what: Any, job: Job) -> None:

@@ -70,10 +70,13 @@ class Attempt:
         request: GenerationRequest,
         num_uncached: int,
         metadata: Metadata = (),
+        block_names: Sequence[int] = (),
     ) -> None:
-        """`metadata` goes along with both calls."""
+        """`num_uncached`: tokens to prefill. `metadata` goes along with both calls. `block_names`
+        are of the KV blocks that both workers will hold."""
         self.placement = placement
         self._metadata = metadata
+        self._block_names = block_names
         self.prefill_started: worker_pb2.PrefillStarted | None = None
         self.prefilled: worker_pb2.FirstToken | None = None
         self.decode_started: worker_pb2.DecodeStarted | None = None
@@ -120,6 +123,7 @@ class Attempt:
         with ExitStack() as counted:
             for worker in self.placement.workers:
                 counted.enter_context(worker.carrying(self, self._num_blocks(worker)))
+                counted.enter_context(worker.expecting(self._block_names))
             queued = counted.enter_context(ExitStack())
             queued.enter_context((prefill or decode).prefilling(self._num_uncached))
             try:

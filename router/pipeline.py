@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
+from core.block_hash import short_hash
 from core.errors import PdserveError, RequestError
 from core.types import FinishReason, GenerationRequest, SamplingParams
 from router.attempt import Attempt, AttemptFailed, TokenBatch
@@ -39,6 +40,7 @@ class SequenceRequest:
     sampling: SamplingParams
     hashes: Sequence[bytes] = ()
     cache_salt: str = ""
+    session: str = ""  # see policy.Demand
     caller: Caller = Caller()
 
 
@@ -83,11 +85,12 @@ class Pipeline:
     ) -> AsyncGenerator[TokenBatch, None]:
         """Yields the output in batches; the last one has a finish reason. Closing the generator
         cancels both legs. Raises PdserveError when no attempt is left or the input is refused."""
+        names = [short_hash(value) for value in sequence.hashes]
         emitted: list[int] = []
         avoid: set[str] = set()
         while len(emitted) < max(1, sequence.sampling.max_tokens):
             searched = stats.timeline.request.now()
-            attempt = await self._begin(sequence, emitted, avoid, stats)
+            attempt = await self._begin(sequence, names, emitted, avoid, stats)
             stats.timeline.begin_attempt(attempt, searched, len(emitted))
             outcome = "cancelled"
             try:
@@ -113,6 +116,7 @@ class Pipeline:
     async def _begin(
         self,
         sequence: SequenceRequest,
+        names: Sequence[int],
         emitted: list[int],
         avoid: set[str],
         stats: SequenceStats,
@@ -122,14 +126,11 @@ class Pipeline:
             num_tokens=num_tokens,
             max_new_tokens=sequence.sampling.max_tokens - len(emitted),
             block_size=self._block_size,
+            session=sequence.session,
         )
         wait_s = self._waits.again_s if stats.num_attempts else self._waits.first_s
-        placement = await self._placer.place(demand, sequence.hashes, avoid, wait_s)
+        placement = await self._placer.place(demand, names, avoid, wait_s)
         stats.num_attempts += 1
-        prefiller = placement.prefill or placement.decode
-        known = prefiller.prefixes.match(sequence.hashes) * self._block_size
-        for worker in placement.workers:
-            worker.prefixes.add(sequence.hashes)
         request = GenerationRequest(
             request_id=uuid.uuid4().hex,
             prompt_token_ids=sequence.prompt_token_ids,
@@ -141,7 +142,8 @@ class Pipeline:
             cache_salt=sequence.cache_salt,
             client_request_id=sequence.caller.request_id,
         )
-        return Attempt(placement, request, num_tokens - known, sequence.caller.metadata)
+        num_uncached = max(1, num_tokens - placement.cached_tokens)
+        return Attempt(placement, request, num_uncached, sequence.caller.metadata, names)
 
     async def _after_failure(
         self, error: PdserveError, attempt: Attempt, stats: SequenceStats, num_emitted: int

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import grpc
@@ -11,6 +11,7 @@ import grpc
 from core.errors import UnavailableError
 from core.kv_compatibility import differences
 from core.types import Role
+from router.prefix_index import PrefixIndex
 from router.worker import Worker
 from rpc import cluster_pb2, cluster_pb2_grpc, worker_pb2
 from rpc.channel import make_channel
@@ -25,13 +26,16 @@ class Registry:
     """The live set of workers, at most one incarnation of each id.
 
     Loss of the controller changes nothing here: the last view stands until a new one arrives.
-    Owns the controller's channel and every Worker.
+    Owns the controller's channel, every Worker, and the index of their KV blocks.
     """
 
     def __init__(self, controller: str, roles: Sequence[Role]) -> None:
         self.roles = tuple(roles)  # that this router places requests on
         self.entries: dict[str, cluster_pb2.WorkerEntry] = {}
         self.workers: dict[str, Worker] = {}
+        self.prefixes = PrefixIndex()
+        # Called whenever a worker may have room for another request.
+        self.on_room: Callable[[], None] = lambda: None
         self._retired: set[Worker] = set()
         self._controller = controller
         self._changed = asyncio.Event()
@@ -63,9 +67,11 @@ class Registry:
 
     def can_pair(self, prefill: Worker, decode: Worker) -> bool:
         """Whether KV may pass between two ready workers. Says why not, once for each pair."""
+        if prefill.compatibility == decode.compatibility:
+            return True
         assert prefill.info is not None and decode.info is not None
         ours, theirs = prefill.info.compatibility, decode.info.compatibility
-        if ours == theirs or not (names := differences(ours, theirs)):
+        if not (names := differences(ours, theirs)):
             return True
         key = (prefill.incarnation, decode.incarnation)
         if key not in self._mismatches:
@@ -99,6 +105,7 @@ class Registry:
     def notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self.on_room()
         for worker in [w for w in self._retired if not w.reachable and not w.num_passengers]:
             self._drop(worker, "it left the cluster")
 
@@ -135,7 +142,7 @@ class Registry:
                 self.workers[entry.id] = worker
                 return
         logger.info("%s joins at %s", entry.id, entry.address)
-        self.workers[entry.id] = Worker(entry, self.notify)
+        self.workers[entry.id] = Worker(entry, self.prefixes, self.notify, lambda: self.on_room())
 
     def _drop(self, worker: Worker, reason: str) -> None:
         logger.info("%s (%s) is gone: %s", worker.id, worker.incarnation, reason)

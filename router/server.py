@@ -19,7 +19,6 @@ from router.http_server import HttpServer
 from router.metrics import Metrics
 from router.pipeline import Pipeline, Waits
 from router.placement import Placer
-from router.policy import POLICIES
 from router.registry import Registry
 from router.timeline import Timelines
 from router.tokenizer import Tokenizer
@@ -54,7 +53,7 @@ class RouterServer:
         block_size = config.engine_for(config.active_pools[0]).block_size
         self.registry = Registry(controller, roles)
         metrics = Metrics(self.registry, config.router.slo)
-        placer = Placer(self.registry, POLICIES[config.router.policy])
+        placer = Placer(self.registry, config.router.policy, config.router.max_local_prefill_tokens)
         endpoint = config.router.otlp_endpoint
         self._tracer = Tracer(endpoint) if endpoint is not None else None
         on_end = self._tracer.export if self._tracer is not None else None

@@ -3,7 +3,8 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from hashlib import blake2b
 from itertools import count
 from typing import Protocol
 
@@ -12,8 +13,8 @@ import grpc
 from core.errors import UnavailableError
 from core.types import Role
 from router.breaker import Breaker
-from router.policy import Load
-from router.prefix_index import PrefixIndex
+from router.policy import Load, Speeds
+from router.prefix_index import Holdings, PrefixIndex
 from rpc import codec, worker_pb2, worker_pb2_grpc
 from rpc.channel import make_channel
 from rpc.cluster_pb2 import WorkerEntry
@@ -24,6 +25,12 @@ _GET_INFO_TIMEOUT_S = 5.0
 _STATUS_SILENCE_S = 10.0  # statuses come every second
 _STALL_S = 60.0  # no engine step for so long, with work to do: place nothing there
 _BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+# A line through few measurements may be flat; a bigger batch is never free.
+_LEAST_SLOPE = 0.01
+# Work that is sent ahead of what a worker does: enough that it never runs dry between two
+# statuses, little enough that who comes next is still decided here.
+_AHEAD_S = 0.5
+_AHEAD_SEATS = 0.25  # of its batch
 _ticks = count(1)
 
 
@@ -36,19 +43,46 @@ class Passenger(Protocol):
 class Worker:
     """One incarnation: its channel, what it says about itself, and what this router has there.
 
-    Owns the channel and the task that follows the worker's status. It is `reachable` from the
-    first status until a call or the status stream breaks, and again from the next status on.
+    Owns the channel, the tasks that follow the worker's status and its KV blocks, and what the
+    index has of it. It is `reachable` from the first status until a call or the status stream
+    breaks, and again from the next status on.
     """
 
-    def __init__(self, entry: WorkerEntry, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        entry: WorkerEntry,
+        index: PrefixIndex,
+        on_change: Callable[[], None],
+        on_room: Callable[[], None],
+    ) -> None:
+        """`on_change`: after a change of what can be placed here. `on_room`: whenever there may be
+        room for another request."""
         self.entry = entry
+        self.id: str = entry.id
+        self.incarnation: str = entry.incarnation
+        self.role: Role = codec.role_from_pb(entry.role)
         self.info: worker_pb2.WorkerInfo | None = None
         self.status: worker_pb2.WorkerStatus | None = None
         self.reachable = False
         self.retired = False
         self.breaker = Breaker()
-        self.prefixes = PrefixIndex(0)
+        self.compatibility: tuple[tuple[str, str], ...] = ()
+        self.holdings: Holdings | None = None  # from its GetInfo to the end
+        # What it has measured of itself; None or missing: nothing yet.
+        self.prefill_speed: float | None = None  # tokens/s
+        self.decode_line: tuple[float, float] | None = None  # see policy.Speeds
+        self.links: dict[str, float] = {}  # bytes/s from prefill workers, by incarnation
+        self.link_speed: float | None = None  # their mean
+        self._index = index
         self._on_change = on_change
+        self._on_room = on_room
+        self._identity = blake2b(entry.id.encode(), digest_size=8).digest()
+        self._is_willing = False  # by its own last word
+        # Of the last status, as plain numbers: a placement reads them for every worker.
+        self._speeds: Speeds | None = None  # once all are measured
+        self._token_bytes = 0.0
+        self._busy = self._queued = self._total_blocks = self._used_blocks = 0
+        self._block_size = self._max_num_seqs = self._step_tokens = 1
         self._passengers: set[Passenger] = set()
         self._queued_tokens = 0  # of this router's prefills that have no first token yet
         self._blocks = 0  # that this router's requests are going to need
@@ -61,19 +95,7 @@ class Worker:
         self._service = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self.prefill = worker_pb2_grpc.PrefillServiceStub(self._channel)
         self.decode = worker_pb2_grpc.DecodeServiceStub(self._channel)
-        self._task = asyncio.create_task(self._follow(), name=f"follow {entry.id}")
-
-    @property
-    def id(self) -> str:
-        return self.entry.id
-
-    @property
-    def incarnation(self) -> str:
-        return self.entry.incarnation
-
-    @property
-    def role(self) -> Role:
-        return codec.role_from_pb(self.entry.role)
+        self._tasks = [asyncio.create_task(self._follow(), name=f"follow {entry.id}")]
 
     @property
     def num_passengers(self) -> int:
@@ -83,13 +105,10 @@ class Worker:
     def is_ready(self) -> bool:
         """Can take a request now."""
         return (
-            not self.retired
+            self._is_willing
             and self.reachable
-            and self.info is not None
-            and self.status is not None
+            and not self.retired
             and self.entry.state == worker_pb2.WORKER_STATE_READY
-            and self.status.state == worker_pb2.WORKER_STATE_READY
-            and self.status.seconds_since_progress < _STALL_S
         )
 
     def peer_address(self) -> worker_pb2.PeerAddress:
@@ -97,23 +116,51 @@ class Worker:
             worker_id=self.id, address=self.entry.address, incarnation=self.incarnation
         )
 
-    def load(self, hashes: Sequence[bytes]) -> Load:
-        """The last status corrected by what this router sent and has not seen reported. Only
-        called on a ready worker."""
-        assert self.info is not None and self.status is not None
-        status, blocks = self.status, self.status.kv_blocks
-        busy = status.requests_running + status.requests_waiting + self._unreported_requests
-        used = max(blocks.total - blocks.free - blocks.cached, min(self._blocks, blocks.total))
-        queued = status.waiting_prefill_tokens + self._unreported_tokens
+    def load(self, cached_blocks: int, typical: Speeds) -> Load:
+        """The last status corrected by what this router sent and has not seen reported. `typical`
+        stands in for what the worker has not measured. Only called on a ready worker."""
+        speeds = self._speeds
+        if speeds is None:
+            line = self.decode_line or typical[1:]
+            speeds = Speeds(self.prefill_speed or typical.prefill, *line)
+        total = self._total_blocks
         return Load(
-            queued_tokens=max(queued, self._queued_tokens),
-            num_requests=max(busy, len(self._passengers)),
-            free_blocks=blocks.total - used,
-            total_blocks=blocks.total,
-            max_num_seqs=self.info.max_num_seqs,
-            cached_tokens=self.prefixes.match(hashes) * self.info.block_size,
-            last_chosen=self._last_chosen,
+            self._num_queued_tokens,
+            self._num_requests,
+            max(0, total - max(self._used_blocks, self._blocks)),
+            total,
+            self._max_num_seqs,
+            cached_blocks * self._block_size,
+            self._last_chosen,
+            speeds,
+            self._step_tokens,
+            self._token_bytes,
+            self._identity,
         )
+
+    @property
+    def _num_queued_tokens(self) -> int:
+        reported = self._queued + self._unreported_tokens
+        return reported if reported > self._queued_tokens else self._queued_tokens
+
+    @property
+    def _num_requests(self) -> int:
+        return max(self._busy + self._unreported_requests, len(self._passengers))
+
+    def has_room(self, typical: Speeds) -> bool:
+        """Whether another request would begin here soon. An idle worker takes anything."""
+        num_requests = self._num_requests
+        if not num_requests:
+            return True
+        if self.role is not Role.DECODE:
+            speed = self.prefill_speed or typical.prefill
+            if self._num_queued_tokens > speed * _AHEAD_S:
+                return False
+        if self.role is Role.PREFILL:
+            return True
+        used = max(self._used_blocks, self._blocks)
+        seats = self._max_num_seqs + max(1, int(_AHEAD_SEATS * self._max_num_seqs))
+        return num_requests < seats and used < self._total_blocks
 
     @contextmanager
     def carrying(self, passenger: Passenger, num_blocks: int) -> Iterator[None]:
@@ -131,6 +178,7 @@ class Worker:
             self._blocks -= num_blocks
             if sent_at == self._num_statuses:
                 self._unreported_requests -= 1
+            self._on_room()
 
     @contextmanager
     def prefilling(self, num_tokens: int) -> Iterator[None]:
@@ -144,6 +192,16 @@ class Worker:
             self._queued_tokens -= num_tokens
             if sent_at == self._num_statuses:
                 self._unreported_tokens -= num_tokens
+            self._on_room()
+
+    @contextmanager
+    def expecting(self, names: Sequence[int]) -> Iterator[None]:
+        """The worker is going to hold these KV blocks, if all goes well, while the body runs."""
+        if self.holdings is None:
+            yield
+            return
+        with self.holdings.expecting(names):
+            yield
 
     def suspect(self) -> None:
         """A call could not reach it: nothing is placed here until its next status."""
@@ -162,9 +220,11 @@ class Worker:
         self.reachable = False
         for passenger in tuple(self._passengers):
             passenger.lose(self, UnavailableError(f"{self.id}: {reason}"))
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.holdings is not None:
+            self.holdings.close()
         await self._channel.close()
 
     async def _follow(self) -> None:
@@ -201,15 +261,73 @@ class Worker:
         if info.incarnation != self.incarnation:
             raise UnavailableError(f"another incarnation answers at {self.entry.address}")
         self.info = info
-        self.prefixes = PrefixIndex(info.num_kv_blocks)
+        self.compatibility = tuple(sorted(info.compatibility.items()))
+        self._block_size = max(info.block_size, 1)
+        self._token_bytes = info.kv_block_bytes / self._block_size
+        self._max_num_seqs = max(info.max_num_seqs, 1)
+        self._step_tokens = info.max_batched_tokens or Load._field_defaults["step_tokens"]
+        self.holdings = self._index.open(info.num_kv_blocks if info.prefix_caching else 0)
+        if info.prefix_caching:
+            work = self._follow_blocks(self.holdings)
+            self._tasks.append(asyncio.create_task(work, name=f"follow blocks of {self.id}"))
 
     def _report(self, status: worker_pb2.WorkerStatus) -> None:
         was_ready = self.is_ready
         self.status = status
         self.reachable = True
+        self._is_willing = (
+            status.state == worker_pb2.WORKER_STATE_READY
+            and status.seconds_since_progress < _STALL_S
+        )
         self._num_statuses += 1
         self._unreported_tokens = 0
         self._unreported_requests = 0
+        self._note(status)
         if self.is_ready != was_ready:
             logger.info("%s is %s", self.id, "ready" if self.is_ready else "not ready")
             self._on_change()
+        self._on_room()
+
+    def _note(self, status: worker_pb2.WorkerStatus) -> None:
+        blocks = status.kv_blocks
+        self._total_blocks = blocks.total
+        self._used_blocks = blocks.total - blocks.free - blocks.cached
+        self._busy = status.requests_running + status.requests_waiting
+        self._queued = status.waiting_prefill_tokens
+        self.prefill_speed = status.prefill_tokens_per_second or None
+        if step_s := status.decode_step_seconds + status.decode_sequence_seconds:
+            slope = max(status.decode_sequence_seconds, _LEAST_SLOPE * step_s)
+            self.decode_line = (status.decode_step_seconds, slope)
+        if self.prefill_speed is not None and self.decode_line is not None:
+            self._speeds = Speeds(self.prefill_speed, *self.decode_line)
+        self.links = {link.peer_incarnation: link.bytes_per_second for link in status.links}
+        self.link_speed = sum(self.links.values()) / len(self.links) if self.links else None
+
+    async def _follow_blocks(self, holdings: Holdings) -> None:
+        """Keeps the index in step with the worker's prefix cache. What was heard is forgotten when
+        the stream ends, since changes go unheard from then on."""
+        failures = 0
+        while True:
+            events = self._service.WatchKvBlocks(
+                worker_pb2.WatchKvBlocksRequest(incarnation=self.incarnation)
+            )
+            try:
+                due = 1
+                while (event := await events.read()) is not grpc.aio.EOF:
+                    if event.incarnation != self.incarnation or event.sequence != due:
+                        raise UnavailableError(f"KV event {event.sequence} came, {due} was due")
+                    due += 1
+                    failures = 0
+                    holdings.apply(event)
+                reason = "the stream ended"
+            except grpc.aio.AioRpcError as error:
+                reason = error.details() or error.code().name
+            except UnavailableError as error:
+                reason = error.message
+            finally:
+                events.cancel()
+                holdings.forget()
+            if failures == 0:
+                logger.warning("the KV events of %s are lost: %s", self.id, reason)
+            await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
+            failures += 1

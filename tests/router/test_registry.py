@@ -2,11 +2,15 @@
 
 import asyncio
 
+import pytest
+
+from core.block_hash import block_hashes, short_hash
 from core.errors import EngineError
 from core.types import Role
 from rpc import worker_pb2
-from support.fake_workers import Fault, answer_text, eventually
-from support.router import running
+from rpc.worker_pb2 import KvBlockEvents
+from support.fake_workers import BLOCK_SIZE, FakeWorker, Fault, answer_text, eventually
+from support.router import Running, running
 
 TEXT = answer_text("hello", 4)
 
@@ -55,30 +59,103 @@ async def test_a_worker_that_does_not_answer_is_avoided_until_it_does(router_2p2
     await eventually(lambda: ours.is_ready)
 
 
+def known(router: Running, worker_id: str, prompt: list[int]) -> int:
+    """Leading blocks of a prompt that the router believes a worker to have."""
+    holdings = router.server.registry.workers[worker_id].holdings
+    assert holdings is not None
+    return holdings.match([short_hash(value) for value in block_hashes(prompt, BLOCK_SIZE)])
+
+
+async def cached_tokens(router: Running, prompt: list[int], **fields: str) -> int:
+    usage = (await router.complete(prompt, max_tokens=2, **fields))["usage"]
+    await router.synced()
+    return usage["prompt_tokens_details"]["cached_tokens"]
+
+
 async def test_a_new_incarnation_has_no_prefixes(router):
     """V49: predicted hits are real ones."""
     prompt = list(range(40))
-    await router.complete(prompt, max_tokens=2)
-    known = router.server.registry.workers["prefill-0"].prefixes
-    assert len(known) == 2
+    assert await cached_tokens(router, prompt) == 0
+    assert known(router, "prefill-0", prompt) == 2
     await router.cluster.add("prefill-0", Role.PREFILL)
     await router.ready()
-    assert len(router.server.registry.workers["prefill-0"].prefixes) == 0
-    again = await router.complete(prompt, max_tokens=2)
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert known(router, "prefill-0", prompt) == 0
+    assert await cached_tokens(router, prompt) == 0
+
+
+async def test_an_evicted_prefix_is_no_hit(router):
+    prompt = list(range(64))
+    assert await cached_tokens(router, prompt) == 0
+    worker = router.worker("prefill-0")
+    worker.evict(block_hashes(prompt, BLOCK_SIZE)[2:])
+    await router.synced()
+    assert known(router, "prefill-0", prompt) == 2
+    assert await cached_tokens(router, prompt) == 32
+
+
+async def test_the_index_is_built_again_when_its_stream_breaks(router):
+    prompt, other = list(range(64)), list(range(100, 164))
+    await cached_tokens(router, prompt)
+    worker = router.worker("prefill-0")
+    worker.tell(None)
+    await eventually(lambda: known(router, "prefill-0", prompt) == 0)
+    worker.cached = set(block_hashes(other, BLOCK_SIZE))  # changes that nobody heard of
+    await eventually(lambda: known(router, "prefill-0", other) == 4)
+    assert known(router, "prefill-0", prompt) == 0 and worker.num_block_streams == 2
+
+
+@pytest.mark.parametrize(
+    "event",
+    [KvBlockEvents(sequence=7), KvBlockEvents(is_snapshot=True, stored=range(300))],
+    ids=["a gap", "more than it has"],
+)
+async def test_events_that_cannot_be_true_are_asked_for_again(router, event):
+    prompt = list(range(64))
+    await cached_tokens(router, prompt)
+    worker = router.worker("prefill-0")
+    worker.tell(event)
+    await eventually(lambda: worker.num_block_streams == 2)
+    await eventually(lambda: known(router, "prefill-0", prompt) == 4)
+
+
+async def test_a_worker_without_a_prefix_cache_is_never_believed_to_have_one():
+    def prepare(worker: FakeWorker) -> None:
+        worker.prefix_caching = False
+
+    async with running(prepare=prepare) as router:
+        prompt = list(range(64))
+        router.worker("decode-0").gate = gate = asyncio.Semaphore(0)
+        task = asyncio.create_task(router.complete(prompt, max_tokens=2))
+        await eventually(lambda: router.worker("decode-0").active == 1)
+        assert known(router, "prefill-0", prompt) == 0
+        gate.release()
+        await task
+        assert router.worker("prefill-0").num_block_streams == 0
 
 
 async def test_a_warm_prompt_goes_where_it_is_warm(router_2p2d):
     router = router_2p2d
     for shift in range(4):
         prompt = [shift + i for i in range(64)]
-        for expected in (0, 48, 48):
-            usage = (await router.complete(prompt, max_tokens=2))["usage"]
-            assert usage["prompt_tokens_details"]["cached_tokens"] == expected
-        salted = await router.complete(prompt, max_tokens=2, cache_salt=f"other{shift}")
-        assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert [await cached_tokens(router, prompt) for _ in range(3)] == [0, 48, 48]
+        assert await cached_tokens(router, prompt, cache_salt=f"other{shift}") == 0
     counts = [len(router.worker(f"prefill-{i}").requests) for i in (0, 1)]
     assert min(counts) > 0
+
+
+async def test_prompts_that_begin_alike_and_come_at_once_meet_on_one_worker(router_2p2d):
+    router = router_2p2d
+    gate = asyncio.Semaphore(0)
+    prefills = [router.worker(f"prefill-{i}") for i in (0, 1)]
+    for worker in prefills:
+        worker.gate = gate
+    prompts = [[*range(1, 129), 200 + i] for i in range(2)]
+    tasks = [asyncio.create_task(router.complete(prompt, max_tokens=1)) for prompt in prompts]
+    await eventually(lambda: sum(worker.active for worker in prefills) == 2)
+    assert sorted(worker.active for worker in prefills) == [0, 2]
+    for _ in prompts:
+        gate.release()
+    await asyncio.gather(*tasks)
 
 
 async def test_parallel_requests_spread_before_any_status_says_so(router_2p2d):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from core.block_hash import block_hashes
+from core.block_hash import block_hashes, short_hash
 from core.errors import HandoverError, PdserveError, StalePeerError
 from core.types import Role
 from rpc import cluster_pb2, cluster_pb2_grpc, codec, worker_pb2, worker_pb2_grpc
@@ -109,8 +109,11 @@ class FakeWorker:
         self.num_tokens = 0  # sent, of all calls
         self.held: set[str] = set()  # attempts whose KV waits here for a decode worker
         self.cached: set[bytes] = set()
+        self.prefix_caching = True
+        self.num_block_streams = 0  # that were ever opened
         self.address = ""
         self._pushes: set[asyncio.Queue[None]] = set()
+        self._events: set[asyncio.Queue[worker_pb2.KvBlockEvents | None]] = set()
         self._server = make_server()
 
     async def start(self) -> None:
@@ -208,8 +211,22 @@ class FakeWorker:
         hashes = block_hashes(ids, BLOCK_SIZE, request.cache_salt)
         usable = hashes[: (len(ids) - 1) // BLOCK_SIZE]
         count = next((i for i, h in enumerate(usable) if h not in self.cached), len(usable))
-        self.cached.update(hashes)
+        self.store(hashes)
         return count * BLOCK_SIZE
+
+    def store(self, hashes: list[bytes]) -> None:
+        new = [short_hash(value) for value in hashes if value not in self.cached]
+        self.cached.update(hashes)
+        self.tell(worker_pb2.KvBlockEvents(stored=new))
+
+    def evict(self, hashes: list[bytes]) -> None:
+        self.cached.difference_update(hashes)
+        self.tell(worker_pb2.KvBlockEvents(removed=[short_hash(value) for value in hashes]))
+
+    def tell(self, event: worker_pb2.KvBlockEvents | None) -> None:
+        """Sends an event on every stream of KV events; None ends them."""
+        for queue in self._events:
+            queue.put_nowait(event)
 
     def check(self, incarnation: str) -> None:
         if incarnation != self.incarnation:
@@ -236,7 +253,28 @@ class _Worker(worker_pb2_grpc.WorkerServiceServicer):
             num_kv_blocks=worker.num_kv_blocks,
             kv_block_bytes=1024,
             max_num_seqs=64,
+            prefix_caching=worker.prefix_caching,
+            max_batched_tokens=2048,
         )
+
+    async def WatchKvBlocks(self, request, context) -> AsyncIterator[worker_pb2.KvBlockEvents]:
+        worker = self._worker
+        worker.num_block_streams += 1
+        queue: asyncio.Queue[worker_pb2.KvBlockEvents | None] = asyncio.Queue()
+        stored = [short_hash(value) for value in worker.cached]
+        queue.put_nowait(worker_pb2.KvBlockEvents(is_snapshot=True, stored=stored))
+        worker._events.add(queue)
+        sequence = 0
+        try:
+            while (event := await queue.get()) is not None:
+                sequence += 1
+                message = worker_pb2.KvBlockEvents()
+                message.CopyFrom(event)
+                message.incarnation = worker.incarnation
+                message.sequence = event.sequence or sequence
+                yield message
+        finally:
+            worker._events.discard(queue)
 
     async def WatchStatus(self, request, context) -> AsyncIterator[worker_pb2.WorkerStatus]:
         worker = self._worker

@@ -54,6 +54,19 @@ class Running:
 
         await eventually(known)
 
+    async def synced(self) -> None:
+        """Until the router has heard of every KV block that a worker has."""
+
+        def same() -> bool:
+            ours = self.server.registry.workers
+            return all(
+                (holdings := ours[worker.id].holdings) is not None
+                and len(holdings) == len(worker.cached)
+                for worker in self.cluster.workers.values()
+            )
+
+        await eventually(same)
+
     async def idle(self) -> None:
         """Until nothing is in flight anywhere."""
         await eventually(lambda: self.cluster.is_quiet)
