@@ -133,7 +133,9 @@ def parse_config(raw: Mapping[str, Any], max_model_len: int | None = None) -> Mo
         raise ModelError(f"unknown architecture {model_type!r}; known are {known}")
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ModelError(f"checkpoint is quantized by {method!r}; use plain weights or GGUF")
+        raise ModelError(
+            f"checkpoint is quantized by {method!r}; use plain weights, fp8 in blocks, or GGUF"
+        )
     if raw.get("use_bidirectional_attention"):
         raise ModelError("use_bidirectional_attention: only causal attention is served")
     values = _Values(raw, family, model_type)

@@ -21,6 +21,7 @@ from engine.attention.select import AttentionChoice
 from engine.model.attention import LatentAttention, MultiHeadAttention
 from engine.model.config import ModelConfig, parse_config
 from engine.model.decoder import Decoder
+from engine.model.fp8_weights import BlockFp8Source, is_block_fp8
 from engine.model.gguf_weights import GGUFSource
 from engine.model.layers import (
     ACTIVATION_FUNCTIONS,
@@ -100,7 +101,7 @@ def open_source(files: ModelFiles) -> WeightSource:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
-    return SafetensorsSource(files.path, config)
+    return (BlockFp8Source if is_block_fp8(config) else SafetensorsSource)(files.path, config)
 
 
 def fingerprint(files: ModelFiles) -> str:
