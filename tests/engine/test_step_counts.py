@@ -1,5 +1,5 @@
-"""The counts that make a step fast. Nothing here is timed: a torch call costs microseconds, and what
-matters is that their number does not grow with the sequences of a batch."""
+"""The counts that make a step fast. Nothing here is timed: a torch call costs microseconds, and
+what matters is that their number does not grow with the sequences of a batch."""
 
 from collections import Counter
 from collections.abc import Iterator
