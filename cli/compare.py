@@ -169,17 +169,21 @@ def make_sides(
     colocated_replicas: int | None,
 ) -> tuple[Side, Side]:
     """Both deployments out of one file. A file that says nothing of pools.colocated gets as many
-    workers there as prefill and decode have together, each with the resources and the engine of
-    a decode worker. Raises ConfigError."""
+    workers there as prefill and decode have together, each with the resources, the ranks and the
+    engine of a decode worker; where prefill workers have another number of ranks, as many as make
+    the ranks of both. Raises ConfigError."""
     from core.config import PoolConfig, load_config
 
     config = load_config(path, overrides)
     pools = config.pools
     base = [*overrides, "mode=colocated"]
     if pools.colocated == PoolConfig() and config.mode == "disaggregated":
-        both = pools.prefill.replicas + pools.decode.replicas
+        ranks = pools.decode.tensor_parallel_size
+        of_prefill = pools.prefill.replicas * pools.prefill.tensor_parallel_size
+        both = pools.decode.replicas + -(-of_prefill // ranks)
         base += [
             f"pools.colocated.replicas={both}",
+            f"pools.colocated.tensor_parallel_size={ranks}",
             f"pools.colocated.resources={json.dumps(pools.decode.resources)}",
             f"pools.colocated.engine={json.dumps(pools.decode.engine)}",
         ]
@@ -201,10 +205,11 @@ def resources_of(config: "Config") -> str:
     for name in config.active_pools:
         pool, engine = getattr(config.pools, name), config.engine_for(name)
         workers += pool.replicas
+        processes = pool.replicas * pool.tensor_parallel_size
         for kind, amount in pool.resources.items():
-            total[kind] = total.get(kind, 0.0) + amount * pool.replicas
+            total[kind] = total.get(kind, 0.0) + amount * processes
         if engine.threads != "auto":
-            threads.append(int(engine.threads) * pool.replicas)
+            threads.append(int(engine.threads) * processes)
     parts = [f"{amount:g} {kind}" for kind, amount in sorted(total.items()) if amount]
     if threads:
         parts.append(f"{sum(threads)} threads")

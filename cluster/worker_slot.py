@@ -48,7 +48,8 @@ class SlotOptions:
     drain_grace_s: float = 30.0  # for what runs on a worker that goes; then it is resumed elsewhere
     settle_s: float = 1.0  # a new worker must stay up so long before an old one goes for it
     backoff: Backoff = field(default_factory=Backoff)
-    # By role value, "module:Class"; a role that is not named here has its usual class.
+    # By role value, or "follower" for further ranks: "module:Class"; what is not named here has its
+    # usual class.
     worker_classes: dict[str, str] = field(default_factory=dict)
 
 
@@ -187,7 +188,7 @@ class WorkerSlot:
         worker_class = self._options.worker_classes.get(role.value, WORKER_CLASSES[role])
         log_dir, log_name = self._options.log_dir, self.settings.worker_id
         if rank:
-            worker_class = FOLLOWER_CLASS
+            worker_class = self._options.worker_classes.get("follower", FOLLOWER_CLASS)
             name, log_name = f"{name}:rank{rank}", f"{log_name}-rank{rank}"
         return (
             ray.remote(WorkerActor)

@@ -16,12 +16,17 @@ PATIENCE_S = 120.0  # a bound for a busy machine, not a measure
 
 @asynccontextmanager
 async def controlled(
-    config: Config, tmp_path: Path, prefill: str = "FakeWorker", **options: object
+    config: Config,
+    tmp_path: Path,
+    prefill: str = "FakeWorker",
+    follower: str = "FakeWorker",
+    **options: object,
 ) -> AsyncIterator[Controller]:
     classes = {
         "prefill": f"fake_worker:{prefill}",
         "decode": "fake_worker:FakeWorker",
         "colocated": "fake_worker:FakeWorker",
+        "follower": f"fake_worker:{follower}",
     }
     controller = Controller(
         config,

@@ -72,6 +72,16 @@ class FailingWorker(FakeWorker):
         self.failed.set_result(RuntimeError("the engine exploded"))
 
 
+class LastRank(FakeWorker):
+    """The last rank of a worker, which cannot start; the others can."""
+
+    async def start(self, progress: Callable[[str], None]) -> None:
+        assert self.settings.rendezvous and self.settings.rendezvous_fd is None
+        if self.settings.rank == self.settings.num_ranks - 1:
+            raise ModelError(f"no memory for rank {self.settings.rank}")
+        await super().start(progress)
+
+
 class ModellessWorker(FakeWorker):
     async def start(self, progress: Callable[[str], None]) -> None:
         raise ModelError("no such model: nothing")

@@ -18,6 +18,10 @@ def test_each_change_says_what_it_takes():
         "kv_transfer: {lease_seconds: 10.0, transport: grpc}\n"
         "pools: {prefill: {replicas: 3, resources: {GPU: 1}}, decode: {engine: {threads: 2}}}\n"
     )
+    in_colocated = "model: m\nmode: colocated\n"
+    ranks = parse_config(f"{in_colocated}pools: {{colocated: {{tensor_parallel_size: 2}}}}")
+    (change,) = changes_between(parse_config(in_colocated), ranks)
+    assert (change.kind, change.pools) == (ChangeKind.ROLLOUT, ("colocated",))
     assert kinds(new) == {
         "dtype": ChangeKind.RESTART,
         "engine.block_size": ChangeKind.RESTART,

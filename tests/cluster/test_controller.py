@@ -95,6 +95,16 @@ async def test_a_model_that_cannot_be_loaded_ends_the_wait_with_its_reason(ray_r
             await controller.wait_ready()
 
 
+async def test_the_start_of_a_worker_needs_all_its_ranks_and_says_which_one_failed(
+    ray_running, tmp_path
+):
+    text = CONFIG + "mode: colocated\npools: {colocated: {tensor_parallel_size: 3}}"
+    async with controlled(parse_config(text), tmp_path, follower="LastRank") as controller:
+        with pytest.raises(UnavailableError, match="colocated-0: no memory for rank 2"):
+            await controller.wait_ready()
+    assert (tmp_path / "colocated-0-rank2.log").exists()
+
+
 async def test_placement_that_cannot_be_satisfied_names_what_is_missing(ray_running, tmp_path):
     """V57: one owner of reservations, and an error instead of a wait for ever."""
     config = parse_config(CONFIG + "pools: {prefill: {resources: {GPU: 64, unobtainium: 1}}}")
