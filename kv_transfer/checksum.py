@@ -10,6 +10,7 @@ import torch
 import xxhash
 
 from core.errors import CorruptBlockError
+from kv_transfer.cuda_stage import CudaStage
 from kv_transfer.memory import flat_bytes
 
 _CUDA_STAGE_BLOCKS = 32
@@ -55,6 +56,7 @@ def _blocks(kv_cache: torch.Tensor, block_ids: Sequence[int]) -> Iterator[memory
         flat = flat_bytes(kv_cache)
         yield from (flat[block_id].data for block_id in block_ids)
         return
+    stage = CudaStage(kv_cache)
     for start in range(0, len(block_ids), _CUDA_STAGE_BLOCKS):
-        ids = torch.tensor(block_ids[start : start + _CUDA_STAGE_BLOCKS], device=kv_cache.device)
-        yield from (block.data for block in flat_bytes(kv_cache.index_select(0, ids).cpu()))
+        some = stage.read_blocks(block_ids[start : start + _CUDA_STAGE_BLOCKS])
+        yield from (block.data for block in some)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from core.errors import HandoverError
+from kv_transfer.cuda_stage import CudaStage
 from kv_transfer.memory import flat_bytes
 
 PIECE_BYTES = 1 << 20
@@ -83,19 +84,8 @@ def reader(kv_cache: torch.Tensor) -> Callable[[list[Span]], list[memoryview]]:
     if kv_cache.device.type == "cpu":
         memory = flat_bytes(kv_cache).reshape(-1).data
         return lambda spans: [memory[start:end] for start, end in spans]
-    flat = kv_cache.view(torch.uint8).view(-1)
-
-    def read(spans: list[Span]) -> list[memoryview]:
-        staged = torch.empty(
-            sum(end - start for start, end in spans), dtype=torch.uint8, pin_memory=True
-        )
-        offset = 0
-        for start, end in spans:
-            staged[offset : offset + end - start].copy_(flat[start:end])
-            offset += end - start
-        return [staged.numpy().data]
-
-    return read
+    stage = CudaStage(kv_cache)
+    return lambda spans: [stage.read(spans)]
 
 
 class Writer:
@@ -106,8 +96,8 @@ class Writer:
         self._start, self._end = next(self._spans)
         self._expected = sum(end - start for start, end in spans)
         self._received = 0
-        self._cuda = None if kv_cache.device.type == "cpu" else kv_cache.view(torch.uint8).view(-1)
-        self._memory = flat_bytes(kv_cache).reshape(-1) if self._cuda is None else None
+        self._stage = None if kv_cache.device.type == "cpu" else CudaStage(kv_cache)
+        self._memory = flat_bytes(kv_cache).reshape(-1) if self._stage is None else None
 
     def write(self, data: memoryview, who: str) -> None:
         """Raises HandoverError, with nothing of `data` written, if it is more than is missing."""
@@ -127,11 +117,8 @@ class Writer:
         stop = self._start + len(source)
         if self._memory is not None:
             self._memory[self._start : stop] = source
-        elif self._cuda is not None:
-            # Staged, and waited for: nothing may write any more once `pull` has ended.
-            staged = torch.empty(len(source), dtype=torch.uint8, pin_memory=True)
-            staged.numpy()[:] = source
-            self._cuda[self._start : stop].copy_(staged)
+        elif self._stage is not None:
+            self._stage.write(self._start, source)
 
     def finish(self, who: str) -> None:
         if self._received < self._expected:
