@@ -2,6 +2,7 @@
 whole deployment fits, asked before anything is loaded."""
 
 import contextlib
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,14 +68,24 @@ def available_cpus() -> int:
 
 def weights_bytes(path: Path, dtype: str) -> int:
     """About what the loaded weights of a model take. Quantised GGUF files hold about 4.5 bits a
-    weight and are loaded as 16 or 32; safetensors are 16 bits nearly always."""
+    weight and are loaded as 16 or 32; safetensors are 16 bits, or 8 if their config says so."""
     if path.is_dir():
         stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         growth = 2.0 if dtype == "float32" else 1.0
+        if _is_fp8(path / "config.json"):
+            growth *= 2
     else:
         stored = path.stat().st_size
         growth = 7.0 if dtype == "float32" else 3.5
     return int(stored * growth)
+
+
+def _is_fp8(path: Path) -> bool:
+    try:
+        quantization = json.loads(path.read_text()).get("quantization_config") or {}
+    except (OSError, ValueError, AttributeError):
+        return False  # the loader will say what is wrong with it
+    return quantization.get("quant_method") == "fp8"
 
 
 def pool_weights_bytes(config: Config, pool: str, model_path: Path) -> int:

@@ -49,3 +49,21 @@ def test_ranks_have_the_weights_once_and_all_else_each(host: None, tmp_path: Pat
     sizing.check_room(colocated(2), "colocated", tmp_path, one_more)
     with pytest.raises(ConfigError, match="too little memory for 1 more worker"):
         sizing.check_room(colocated(2), "colocated", tmp_path, one_more - 1)
+
+
+@pytest.mark.parametrize(
+    ("config_json", "growth"),
+    [
+        ("{}", 1),
+        ('{"quantization_config": {"quant_method": "fp8"}}', 2),
+        ('{"quantization_config": null}', 1),
+        ("[]", 1),  # the loader's to refuse
+    ],
+)
+def test_fp8_weights_are_loaded_twice_as_large(
+    tmp_path: Path, config_json: str, growth: int
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    (tmp_path / "config.json").write_text(config_json)
+    assert sizing.weights_bytes(tmp_path, "bfloat16") == 1000 * growth
+    assert sizing.weights_bytes(tmp_path, "float32") == 2000 * growth
