@@ -13,6 +13,7 @@ from engine.model.load import load_model
 from kv_transfer.compatibility import check
 from router.tokenizer import load_tokenizer
 from support.models import smollm2_files
+from support.models_check import pull
 from support.tiny_models import PagedRunner, make_tiny, random_ids, save_tiny
 
 TEXT = Path(__file__).parents[1] / "data" / "moby_dick.txt"
@@ -99,21 +100,28 @@ def test_workers_with_another_format_refuse_each_other(tmp_path: Path) -> None:
         check(int8, fp8)
 
 
-def logprobs_of(model: Decoder, ids: list[int]) -> torch.Tensor:
-    """Read in chunks of 32, so that nearly all KV comes from the cache."""
+def read(model: Decoder, ids: list[int]) -> tuple[PagedRunner, torch.Tensor]:
+    """Log probabilities, read in chunks of 32, so that nearly all KV comes from the cache."""
     runner = PagedRunner(model, num_blocks=-(-len(ids) // 16), block_size=16)
-    return runner.chunks(ids, [32] * (len(ids) // 32)).log_softmax(-1)
+    return runner, runner.chunks(ids, [32] * (len(ids) // 32)).log_softmax(-1)
 
 
 def test_int8_kv_changes_a_real_models_perplexity_by_less_than_one_percent() -> None:
+    """V71: before and after a hand-over, to which the scales go with their rows."""
     files = smollm2_files()
     ids = load_tokenizer(files).encode(TEXT.read_text(encoding="utf-8"))[:256]
     right = torch.tensor(ids[1:]).unsqueeze(1)
-    plain, ours = (
-        logprobs_of(load_model(files, "bfloat16", kv_cache_dtype=kind), ids)
-        for kind in ("bf16", "int8")
+    plain = read(load_model(files, "bfloat16", kv_cache_dtype="bf16"), ids)[1]
+    model = load_model(files, "bfloat16", kv_cache_dtype="int8")
+    runner, ours = read(model, ids)
+    taker = PagedRunner(model, num_blocks=16, block_size=16)
+    pull(runner, taker, "seq0", 128)
+    rest = [taker.step({"seq0": ids[at : at + 32]}) for at in range(128, 256, 32)]
+    handed = torch.cat((ours[:128], torch.cat(rest).log_softmax(-1)))
+    before, after, there = (
+        p[:-1].gather(1, right).mean().neg().exp() for p in (plain, ours, handed)
     )
-    before, after = (p[:-1].gather(1, right).mean().neg().exp() for p in (plain, ours))
     assert before < 120  # an old text, without its beginning-of-text token
-    assert abs(after / before - 1) < 0.01
+    assert abs(after / before - 1) < 0.01 and abs(there / before - 1) < 0.01
     assert (plain.exp() * (plain - ours)).sum(-1).mean() < 0.01
+    torch.testing.assert_close(handed, ours)

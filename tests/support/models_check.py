@@ -96,18 +96,26 @@ def hand_over(case: Case) -> float:
     source, target = case.runner(), case.runner()
     split = LENGTH - 15
     source.step({"a": case.ids[:split]})
-    target.reserve("a", split)
-    asyncio.run(_pull(source, target))
+    pull(source, target, "a", split)
     rest = [target.step({"a": [token]}) for token in case.ids[split:]]
     return case.error(torch.cat(rest), split)
 
 
-async def _pull(source: PagedRunner, target: PagedRunner) -> None:
+def pull(source: PagedRunner, target: PagedRunner, name: str, num_tokens: int) -> None:
+    """The KV of a sequence's first tokens, into blocks of the target's own."""
+    target.reserve(name, num_tokens)
+    wanted = target.block_tables[name]
+    asyncio.run(_pull(source, target, source.block_tables[name][: len(wanted)], wanted))
+
+
+async def _pull(
+    source: PagedRunner, target: PagedRunner, remote: list[int], local: list[int]
+) -> None:
     network = LocalNetwork()
     sender = LocalTransfer(network, source.kv_cache, "prefill-0", "p")
     receiver = LocalTransfer(network, target.kv_cache, "decode-0", "d")
     peer = Peer("prefill-0", "p", "", sender.offer())
-    await receiver.pull(peer, "a", source.block_tables["a"], target.block_tables["a"])
+    await receiver.pull(peer, "a", remote, local)
     await receiver.close()
     await sender.close()
 
