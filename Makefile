@@ -37,6 +37,9 @@ test-clients: $(VENV)/.installed-dev ## Test LangChain and lm-eval against a liv
 	$(PIP) install $(PIP_ARGS) -e ".[clients]" | { grep -v "already satisfied" || true; }
 	$(BIN)/python -m pytest -m slow tests/clients -W default $(ARGS)
 
+test-gpu: $(VENV)/.installed-dev ## Run what needs a GPU: device paths against the CPU's answers
+	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+
 test-hosts: $(VENV)/.installed-dev ## Test a hand-over between network namespaces; root and iproute2
 	$(BIN)/python -m pytest -m slow tests/hosts $(ARGS)
 
@@ -66,6 +69,9 @@ bench-peers: $(VENV)/.installed ## Measure vLLM, llama.cpp and this engine in tu
 
 bench-perplexity: $(VENV)/.installed ## Measure what quantised weights and KV cost in quality
 	$(BIN)/python benchmarks/perplexity.py $(ARGS)
+
+bench-gpu: $(VENV)/.installed ## Measure steps on a GPU against its own limits; random weights
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 bench-handover: $(VENV)/.installed ## Measure what a hand-over adds to a request
 	$(BIN)/python benchmarks/hand_over.py $(ARGS)

@@ -47,6 +47,7 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _PROGRESS_STEPS = 20
+_RANDOM_STD = 0.02
 _NAMED_IN_ERRORS = 5
 # DeepSeek's norms inside attention have this one, whatever the config says of the others.
 _LATENT_NORM_EPS = 1e-6
@@ -90,6 +91,39 @@ def load_model(
         KVFormat(kv_cache_dtype, chosen),
         attention,
         ranks,
+    )
+
+
+def random_model(
+    values: dict[str, Any],
+    dtype: Dtype = "auto",
+    device: str = "cpu",
+    kv_cache_dtype: KVCacheDtype = "auto",
+    attention: AttentionChoice = "auto",
+) -> Decoder:
+    """A model of the shape that `values`, a config.json, says, with weights made on the device:
+    to measure with, where no checkpoint is. Raises ModelError."""
+    config, where = parse_config(values), torch.device(device)
+    chosen = choose_dtype(dtype, where)
+    generator = torch.Generator(where).manual_seed(0)
+    with torch.inference_mode():
+        allocation = _Allocation(config, chosen, where, Shard())
+        for own_part in allocation.targets.values():
+            for view, _ in own_part.pieces:
+                if view.dim() == 1:  # of a norm, or a bias
+                    view.fill_(1.0)
+                else:
+                    view.normal_(0.0, _RANDOM_STD, generator=generator)
+        allocation.finish(norms_include_offset=True, quantization="none")
+    return Decoder(
+        config,
+        allocation.weights,
+        chosen,
+        where,
+        "random",
+        "none",
+        KVFormat(kv_cache_dtype, chosen),
+        attention,
     )
 
 
