@@ -18,6 +18,7 @@ from router.embeddings import embedding_routes
 from router.errors import error_response, install_error_handlers
 from router.frontend import Frontend
 from router.openai_routes import openai_routes
+from router.responses import SERVER_SEND
 from router.tokenize_routes import tokenize_routes
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -25,7 +26,7 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 
 def make_app(frontend: Frontend, config: Config, keys: KeyStore | None = None) -> FastAPI:
     """`keys`: None lets everybody in."""
-    app = FastAPI(title="pdserve", docs_url=None, redoc_url=None)
+    app = _App(title="pdserve", docs_url=None, redoc_url=None)
     install_error_handlers(app)
     app.include_router(openai_routes(frontend, config.router.max_body_bytes))
     app.include_router(embedding_routes(frontend, config.router))
@@ -56,6 +57,12 @@ def make_app(frontend: Frontend, config: Config, keys: KeyStore | None = None) -
 
     app.add_middleware(CallerMiddleware, keys=keys)
     return app
+
+
+class _App(FastAPI):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[SERVER_SEND] = send
+        await super().__call__(scope, receive, send)
 
 
 class CallerMiddleware:

@@ -39,10 +39,10 @@ _CAUSE_WAIT_S = 0.1
 Metadata = tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for each token, and that takes twice as long
 class TokenBatch:
-    """New tokens of one sequence. A finish reason comes with the last batch alone, and the
-    prompt's logprobs, from its second token on, with the first."""
+    """New tokens of one sequence, never changed. A finish reason comes with the last batch alone,
+    and the prompt's logprobs, from its second token on, with the first."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
@@ -230,10 +230,11 @@ class Attempt:
                 self._decode_read = None
             else:
                 event = await self._read_decode()
-            if event.HasField("started"):
+            kind = event.WhichOneof("event")
+            if kind == "started":
                 self.decode_started = event.started
                 continue
-            if event.HasField("prompt_logprobs"):
+            if kind == "prompt_logprobs":
                 self._take_prompt_logprobs(event.prompt_logprobs, decode)
                 continue
             tokens = event.tokens

@@ -47,10 +47,10 @@ class TextRequest:
         return len(self.prompts) * self.n
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for each token, and that takes twice as long
 class Delta:
-    """What is new in one choice. Token ids and logprobs cover every output token once, stop
-    tokens included; text does not show stop tokens or what follows a stop string."""
+    """What is new in one choice, never changed. Token ids and logprobs cover every output token
+    once, stop tokens included; text does not show stop tokens or what follows a stop string."""
 
     index: int
     text: str
@@ -89,6 +89,7 @@ class Generation:
         self._pipeline = pipeline
         self._metrics = metrics
         self._block_size = block_size
+        self._knows_cached = False
         self._stats = [SequenceStats(own) for own in timeline.add_sequences(request.num_choices)]
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
@@ -103,7 +104,8 @@ class Generation:
             async with aclosing(source) as deltas:
                 async for delta in deltas:
                     self.usage.completion_tokens += len(delta.token_ids)
-                    self._update_cached()
+                    if not self._knows_cached:
+                        self._update_cached()
                     yield delta
             outcome = "ok"
         except PdserveError as error:
@@ -135,6 +137,7 @@ class Generation:
         among them is what was there before this request."""
         n = self.request.n
         total = 0
+        self._knows_cached = all(stats.num_cached_tokens is not None for stats in self._stats)
         for start in range(0, len(self._stats), n):
             known = [
                 stats.num_cached_tokens

@@ -53,6 +53,7 @@ class HttpServer(uvicorn.Server):
                 http=_Protocol,
                 ws="none",
                 lifespan="off",
+                proxy_headers=False,
                 log_config=None,
                 access_log=False,
                 server_header=False,

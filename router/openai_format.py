@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from core.errors import PdserveError
@@ -21,6 +22,8 @@ from router.openai_protocol import ChatBody, CompletionBody
 from router.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
+# In the place of a chunk's text while its template is made; no other part of a chunk has it.
+_TEXT_MARK = "\0"
 # JSON has no infinity; what vLLM's users see for a token that cannot be.
 _LOWEST_LOGPROB = -9999.0
 
@@ -168,12 +171,18 @@ class Formatter:
         self._chunk_head = "data: " + json.dumps(self._chunk_body)[:-1] + ', "choices": ['
         self._chunk_tail = ('], "usage": null}' if include_usage else "]}") + "\n\n"
         self._started: set[int] = set()
+        self._plain: dict[int, tuple[str, str]] = {}  # what stands around a text, by choice
         self._readers = None  # of a stream's choices
         if request.reading is not None:
             self._readers = [ChatReader(request.reading) for _ in range(request.num_choices)]
 
     def chunk(self, delta: Delta) -> bytes:
         """The events for one delta; nothing if it has nothing to tell."""
+        if delta.finish_reason is None and delta.index in self._plain:
+            if not delta.text:
+                return b""
+            before, after = self._plain[delta.index]
+            return (before + encode_basestring_ascii(delta.text) + after).encode()
         logprobs = None
         if delta.logprobs or (self._request.echo and delta.prompt_logprobs is not None):
             logprobs = self._render_logprobs(delta.index, [delta])
@@ -181,6 +190,8 @@ class Formatter:
         if delta.index not in self._started:
             self._started.add(delta.index)
             opening = self._opening(delta.index)
+            if self._logprobs is None and self._readers is None and not self._return_token_ids:
+                self._plain[delta.index] = self._around_text(delta.index)
         said, finish_reason = self._said(delta)
         wordless = not said and logprobs is None and not self._return_token_ids
         wordless = wordless and delta.prompt_logprobs is None
@@ -286,6 +297,13 @@ class Formatter:
             choice["prompt_token_ids"] = self._prompt_of(index)
             choice["token_ids"] = []
         return self._event(choice)
+
+    def _around_text(self, index: int) -> tuple[str, str]:
+        """A chunk with nothing but text differs from the next one in its text alone."""
+        said = self._shape.delta(_TEXT_MARK)
+        choice = {"index": index, **said, "logprobs": None, "finish_reason": None}
+        before, _, after = json.dumps(choice).partition(json.dumps(_TEXT_MARK))
+        return self._chunk_head + before, after + self._chunk_tail
 
     def _event(self, choice: dict[str, Any]) -> bytes:
         return (self._chunk_head + json.dumps(choice) + self._chunk_tail).encode()

@@ -18,6 +18,10 @@ from router.errors import as_pdserve_error, error_event, error_response
 
 # A client that takes nothing for so long is gone: it holds KV blocks on a worker.
 SEND_TIMEOUT_S = 60.0
+MERGE_S = 0.005
+# In the scope: the server's own `send`, past the layers of the application around it. For the body
+# of a stream, whose start went through them: it has thousands of messages that none looks at.
+SERVER_SEND = "pdserve.send"
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -67,6 +71,68 @@ def whole(body: Callable[[], Awaitable[dict[str, Any] | Response]]) -> Work:
     return work
 
 
+class _EventWriter:
+    """Writes the events of one response, in order. Events that follow a write within `MERGE_S` go
+    out together at its end: a write costs more than an event, and a reader sees no difference.
+    While the client takes nothing, `write` waits, and after `SEND_TIMEOUT_S` the task is cancelled
+    in which this writer was made."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._owner = asyncio.current_task()
+        self._buffer: list[bytes] = []
+        self._written_at = 0.0  # when the last write began
+        self._is_writing = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._merged: asyncio.Task[None] | None = None  # the write that a timer began
+        self._watch = self._loop.call_later(SEND_TIMEOUT_S, self._look)
+
+    async def write(self, event: bytes) -> None:
+        if self._merged is not None:
+            await self._merged
+            self._merged = None
+        self._buffer.append(event)
+        if self._timer is None:
+            wait = self._written_at + MERGE_S - self._loop.time()
+            if wait <= 0:
+                await self._flush()
+            else:
+                self._timer = self._loop.call_later(wait, self._flush_merged)
+
+    async def close(self) -> None:
+        """Writes what is left, and the end of the body."""
+        if self._merged is not None:
+            await self._merged
+        await self._flush(more=False)
+
+    def stop(self) -> None:
+        """Nothing more is written."""
+        for handle in (self._timer, self._watch, self._merged):
+            if handle is not None:
+                handle.cancel()
+
+    async def _flush(self, more: bool = True) -> None:
+        data = b"".join(self._buffer)
+        self._buffer.clear()
+        self._written_at = self._loop.time()
+        self._is_writing = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self._is_writing = False
+
+    def _flush_merged(self) -> None:
+        self._timer = None
+        self._merged = self._loop.create_task(self._flush())
+
+    def _look(self) -> None:
+        late = self._loop.time() - self._written_at
+        if self._is_writing and late >= SEND_TIMEOUT_S and self._owner is not None:
+            self._owner.cancel()
+        else:
+            wait = SEND_TIMEOUT_S - late if self._is_writing else SEND_TIMEOUT_S
+            self._watch = self._loop.call_later(wait, self._look)
+
+
 def event_stream(
     make_events: Callable[[], AsyncGenerator[bytes, None]],
     failure: Callable[[PdserveError], bytes] = error_event,
@@ -75,31 +141,31 @@ def event_stream(
     makes, and then the stream closes without `[DONE]`."""
 
     async def work(scope: Scope, receive: Receive, send: Send) -> str:
-        has_started = False
+        writer: _EventWriter | None = None
         outcome = "ok"
-
-        async def write(data: bytes, more: bool = True) -> None:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await send({"type": "http.response.body", "body": data, "more_body": more})
-
         try:
-            async with aclosing(make_events()) as events:
-                async for event in events:
-                    if not event:
-                        continue
-                    if not has_started:
-                        has_started = True
-                        start = {"type": "http.response.start", "status": 200}
-                        await send({**start, "headers": _STREAM_HEADERS})
-                    await write(event)
-        except Exception as error:
-            known = as_pdserve_error(error)
-            outcome = "error"
-            if not has_started:
-                await error_response(known)(scope, receive, send)
-                return outcome
-            await write(failure(known))
-        await write(b"", more=False)
+            try:
+                async with aclosing(make_events()) as events:
+                    async for event in events:
+                        if not event:
+                            continue
+                        if writer is None:
+                            start = {"type": "http.response.start", "status": 200}
+                            await send({**start, "headers": _STREAM_HEADERS})
+                            writer = _EventWriter(scope.get(SERVER_SEND, send))
+                        await writer.write(event)
+            except Exception as error:
+                known = as_pdserve_error(error)
+                outcome = "error"
+                if writer is None:
+                    await error_response(known)(scope, receive, send)
+                    return outcome
+                await writer.write(failure(known))
+            if writer is not None:
+                await writer.close()
+        finally:
+            if writer is not None:
+                writer.stop()
         return outcome
 
     return work

@@ -117,7 +117,7 @@ class SequenceTimeline:
 
     def tick(self, num_tokens: int) -> None:
         """So many tokens have just arrived."""
-        now = self.last_token = self.request.now()
+        now = self.last_token = monotonic() - self.request.received
         current = self.attempts[-1]
         if current.first_token is None:
             current.first_token = now
@@ -131,8 +131,8 @@ class SequenceTimeline:
         if self.first_token is None:
             self.first_token = now
         self.num_tokens += num_tokens
-        room = self.request.take_room(num_tokens)
-        self.token_times.extend(now for _ in range(room))
+        for _ in range(self.request.take_room(num_tokens)):
+            self.token_times.append(now)
 
     def finish(self, reason: str) -> None:
         self.finished, self.finish_reason = self.request.now(), reason
