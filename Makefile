@@ -79,6 +79,9 @@ bench-handover: $(VENV)/.installed ## Measure what a hand-over adds to a request
 bench-kv: $(VENV)/.installed ## Measure the bandwidth of the KV transports
 	$(BIN)/python benchmarks/kv_bandwidth.py $(ARGS)
 
+bench-router: $(VENV)/.installed ## Measure what the router adds, and how many streams a core carries
+	$(BIN)/python benchmarks/router.py $(ARGS)
+
 bench-planner: $(VENV)/.installed ## Hold pdserve plan against published results (DATA=folder)
 	@test -n "$(DATA)" || { echo "pdserve: error: say where the traces are: make bench-planner" \
 		"DATA=folder; docs/planning.md names the files" >&2; exit 1; }

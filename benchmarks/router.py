@@ -3,14 +3,16 @@
     python benchmarks/router.py [--streams 1 64 512] [--tokens 128] [--itl 20] [--json]
 
 Three processes: the router, the fake workers (router_fakes.py), and this one, the client. Each
-token is a message of its own from the worker. For each number of concurrent streams, two loads:
+token is one of its worker's steps. For each number of concurrent streams, two loads:
 
     at once   the workers answer at once: requests and tokens a second of the wall clock, and of
               the router's CPU time, which other processes of a busy machine do not change
     paced     a token every --itl milliseconds, as from a real decode worker, and streams that
-              begin one after the other, not all in one moment: what the router adds to the time
-              to the first token (the prefill takes none) and to each later one, from the worker's
-              send to the client's receive, gRPC and HTTP included; and memory for an open stream
+              begin one after the other, not all in one moment: the time to the first token (the
+              prefill takes none) and of each later one from the worker's send to the client's
+              receive, gRPC and HTTP included; and memory for an open stream
+
+"Direct" is the same time to the first token without a router, by gRPC from the prefill worker.
 """
 
 import argparse
@@ -38,6 +40,9 @@ from rich.table import Table  # noqa: E402
 from router_load import Request, load  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 
+from rpc import cluster_pb2, cluster_pb2_grpc  # noqa: E402
+from rpc import worker_pb2 as pb  # noqa: E402
+from rpc import worker_pb2_grpc as pb_grpc  # noqa: E402
 from rpc.channel import make_channel  # noqa: E402
 
 _READY_S = 60.0
@@ -55,6 +60,7 @@ class Result:
     tokens_per_s: float
     tokens_per_cpu_s: float  # of the router process
     cpu_share: float  # of one core
+    direct_ttft_p50: float
     ttft_p50: float
     ttft_p99: float
     token_p50: float  # from the worker's send to the client's receive, all but the first
@@ -129,7 +135,13 @@ async def serving(options: argparse.Namespace, itl: float) -> AsyncIterator[tupl
             f"grpc: '127.0.0.1:{free_port()}', max_concurrent_requests: 4096}}\n"
         )
         fakes = stack.enter_context(
-            process(sys.executable, "benchmarks/router_fakes.py", "--itl", str(itl))
+            process(
+                sys.executable,
+                "benchmarks/router_fakes.py",
+                "--itl",
+                str(itl),
+                "--steps" if options.steps else "--no-steps",
+            )  # fmt: skip
         )
         assert fakes.stdout is not None
         controller = fakes.stdout.readline().strip()
@@ -165,6 +177,7 @@ async def measure(
     spread_s = options.tokens * options.itl / 1000 if is_paced else 0.0
     tokens, where = options.tokens, ("127.0.0.1", router.port, "bench")
     await load(*where, min(num_streams, 16), min(num_streams, 16), 4, "warm", 0.0)
+    direct = [1e3 * await direct_ttft(controller) for _ in range(50)]
     await sent(controller)
     rss, cpu, began = router.rss(), router.cpu_s(), time.monotonic()
     running = asyncio.ensure_future(
@@ -184,6 +197,7 @@ async def measure(
     added = [1e3 * gap for request in requests for gap in late(request, times[request.id])]
     return Result(
         kind, num_streams, num_requests, num_requests / wall, total / wall, total / cpu, cpu / wall,
+        percentile(direct, 50),
         percentile(ttfts, 50), percentile(ttfts, 99), percentile(added, 50), percentile(added, 99),
         sum(request.num_writes for request in requests) / total,
         (peak - rss) / 1e3 / num_streams if num_streams >= 64 else None,
@@ -200,6 +214,28 @@ async def sent(controller: str) -> dict[str, list[float]]:
     async with make_channel(controller) as channel:
         report: Any = await channel.unary_unary("/bench.Fakes/Sent")(b"")
         return json.loads(report)
+
+
+async def direct_ttft(controller: str) -> float:
+    """Seconds to the first token of a prefill worker that is asked by gRPC."""
+    async with make_channel(controller) as channel:
+        views = cluster_pb2_grpc.ClusterServiceStub(channel).Watch(cluster_pb2.WatchRequest())
+        address = (await views.read()).workers[0].address
+        views.cancel()
+    request = pb.PrefillRequest(
+        incarnation="prefill",
+        request=pb.GenerationRequest(request_id="direct", prompt_token_ids=[1] * 20),
+    )
+    async with make_channel(address) as channel:
+        stub = pb_grpc.PrefillServiceStub(channel)
+        for _ in range(2):  # the first one opens the connection
+            began = time.monotonic()
+            call = stub.Prefill(request)
+            await call.read()
+            await call.read()
+            took = time.monotonic() - began
+            call.cancel()
+    return took
 
 
 def percentile(values: list[float], p: int) -> float:
@@ -220,12 +256,13 @@ async def run(options: argparse.Namespace) -> list[Result]:
 
 
 def show(results: list[Result]) -> None:
-    table = Table("load", "streams", "req/s", "tokens/s", "tokens per CPU s", "core", "TTFT p50",
-                  "p99", "token p50", "p99 (ms)", "writes/token", "KB/stream")  # fmt: skip
+    table = Table("load", "streams", "req/s", "tokens/s", "tokens per CPU s", "core", "TTFT direct",
+                  "p50", "p99", "token p50", "p99 (ms)", "writes/token", "KB/stream")  # fmt: skip
     for r in results:
         table.add_row(
             r.kind, str(r.streams), f"{r.requests_per_s:.0f}", f"{r.tokens_per_s:,.0f}",
-            f"{r.tokens_per_cpu_s:,.0f}", f"{r.cpu_share:.0%}", f"{r.ttft_p50:.1f}",
+            f"{r.tokens_per_cpu_s:,.0f}", f"{r.cpu_share:.0%}", 
+            f"{r.direct_ttft_p50:.1f}", f"{r.ttft_p50:.1f}",
             f"{r.ttft_p99:.1f}", f"{r.token_p50:.2f}", f"{r.token_p99:.2f}",
             f"{r.writes_per_token:.2f}",
             "" if r.kb_per_stream is None else f"{r.kb_per_stream:.0f}",
@@ -240,6 +277,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=512, help="of the load at once, at least")
     parser.add_argument("--itl", type=float, default=20.0, help="of the paced load, milliseconds")
     parser.add_argument("--kinds", nargs="+", default=["at once", "paced"])
+    parser.add_argument(
+        "--steps", action=argparse.BooleanOptionalAction, default=True,
+        help="tokens of all streams in one message a step, or each in a message of its own",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true")
     parser.add_argument(
         "--under", nargs="+", help="run the router under these arguments of python, a profiler's"

@@ -1,8 +1,7 @@
 """The other side of `benchmarks/router.py`: a controller, a prefill and a decode worker that
-compute nothing. They speak the real protocol with messages that were serialised before, so that
-what they cost is gRPC's own work. Each token is the letter "x" in a message of its own, as a
-decode worker sends it in each of its steps. A process of its own; it prints the controller's
-address and runs until it is ended.
+compute nothing. They speak the real protocol, with as little work as it allows. Each token is the
+letter "x"; paced, all streams get theirs in the same moments, the steps of the worker. A process
+of its own; it prints the controller's address and runs until it is ended.
 """
 
 import argparse
@@ -24,6 +23,7 @@ import uvloop  # noqa: E402
 from rpc import cluster_pb2 as cluster  # noqa: E402
 from rpc import worker_pb2 as pb  # noqa: E402
 from rpc.channel import make_server  # noqa: E402
+from worker.step_stream import StepStreams  # noqa: E402
 
 TOKEN = ord("x")
 _AGAIN_S = 1.0  # between two statuses, and two views
@@ -33,9 +33,12 @@ class Fakes:
     """`sent`: by x-request-id, when each token was written, in seconds of this machine's
     monotonic clock, which the client reads too. Report and reset by the method Sent."""
 
-    def __init__(self, itl_s: float, max_tokens: int) -> None:
-        """`itl_s`: from one token of a stream to the next; 0: all at once."""
+    def __init__(self, itl_s: float, max_tokens: int, has_steps: bool) -> None:
+        """`itl_s`: from one token of a stream to the next; 0: all at once. `has_steps`: tokens of
+        all streams go as one, as real workers send them; else each on its request's own call."""
         self._itl_s = itl_s
+        self._steps = StepStreams()
+        self._has_steps = has_steps
         self._handed: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._sent: dict[str, list[float]] = {}
         self._addresses: dict[str, str] = {}
@@ -46,9 +49,10 @@ class Fakes:
             pb.PrefillEvent(first_token=pb.FirstToken(token=token)).SerializeToString(),
         ]
         self._started = pb.DecodeEvent(started=started).SerializeToString()
-        self._tokens = [_tokens(index, token, pb.FINISH_REASON_UNSPECIFIED)
-                        for index in range(max_tokens)]  # fmt: skip
-        self._last = [_tokens(index, token, pb.FINISH_REASON_LENGTH) for index in range(max_tokens)]
+        self._steps_ended = pb.DecodeEvent(steps_ended=pb.StepsEnded()).SerializeToString()
+        going, ended = pb.FINISH_REASON_UNSPECIFIED, pb.FINISH_REASON_LENGTH
+        self._tokens = [_tokens(index, token, going) for index in range(max_tokens)]
+        self._last = [_tokens(index, token, ended) for index in range(max_tokens)]
 
     async def start(self) -> str:
         """Binds everything; returns the controller's address."""
@@ -77,7 +81,12 @@ class Fakes:
         status = grpc.unary_stream_rpc_method_handler(self._status)
         worker = {"GetInfo": grpc.unary_unary_rpc_method_handler(info), "WatchStatus": status}
         prefill = {"Prefill": grpc.unary_stream_rpc_method_handler(self._prefill)}
-        decode = {"Decode": grpc.unary_stream_rpc_method_handler(self._decode)}
+        decode = {
+            "Decode": grpc.unary_stream_rpc_method_handler(self._decode),
+            "Steps": grpc.unary_stream_rpc_method_handler(
+                self._follow_steps, response_serializer=pb.StepTokens.SerializeToString
+            ),
+        }
         return (
             make(f"{package}.WorkerService", worker),
             make(f"{package}.PrefillService", prefill),
@@ -118,21 +127,33 @@ class Fakes:
         await context.write(self._prefill_events[1])
         await self._handed[message.request_id].wait()
 
+    async def _follow_steps(self, request: bytes, context: Any) -> None:
+        await self._steps.serve(pb.StepsRequest.FromString(request).stream_id, context)
+
     async def _decode(self, request: bytes, context: Any) -> None:
-        message = pb.DecodeRequest.FromString(request).request
+        whole = pb.DecodeRequest.FromString(request)
+        message = whole.request
+        steps = self._steps.get(whole.steps) if self._has_steps else None
         handed = self._handed[message.request_id]
         await context.write(self._started)
         handed.set()
         del self._handed[message.request_id]
         sent = self._sent.setdefault(message.client_request_id, [])
         last = message.sampling.max_tokens - 1
-        started = time.monotonic()
+        # All streams step together.
+        started = time.monotonic() // self._itl_s * self._itl_s if self._itl_s else 0.0
         for index in range(1, last + 1):
             if self._itl_s:
                 due = started + index * self._itl_s
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
+            tokens = (self._last if index == last else self._tokens)[index]
             sent.append(time.monotonic())
-            await context.write((self._last if index == last else self._tokens)[index])
+            if steps is not None:
+                if index == last:
+                    await context.write(self._steps_ended)
+                steps.put(message.request_id, tokens)
+            else:
+                await context.write(pb.DecodeEvent(tokens=tokens).SerializeToString())
 
     async def _report(self, request: bytes, context: Any) -> bytes:
         sent, self._sent = self._sent, {}
@@ -143,13 +164,12 @@ def _role(name: str) -> pb.Role:
     return pb.ROLE_PREFILL if name == "prefill" else pb.ROLE_DECODE
 
 
-def _tokens(index: int, token: pb.Token, reason: pb.FinishReason) -> bytes:
-    tokens = pb.Tokens(first_index=index, tokens=[token], finish_reason=reason)
-    return pb.DecodeEvent(tokens=tokens).SerializeToString()
+def _tokens(index: int, token: pb.Token, reason: pb.FinishReason) -> pb.Tokens:
+    return pb.Tokens(first_index=index, tokens=[token], finish_reason=reason)
 
 
 async def main(options: argparse.Namespace) -> None:
-    fakes = Fakes(options.itl / 1000, options.max_tokens)
+    fakes = Fakes(options.itl / 1000, options.max_tokens, options.steps)
     print(await fakes.start(), flush=True)
     await asyncio.Event().wait()
 
@@ -158,4 +178,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--itl", type=float, default=0.0, help="milliseconds between tokens")
     parser.add_argument("--max-tokens", type=int, default=1024)
+    parser.add_argument("--steps", action=argparse.BooleanOptionalAction, default=True)
     uvloop.run(main(parser.parse_args()))

@@ -12,12 +12,19 @@ from rpc.status import translated_errors
 from rpc.trace import log_attempt
 from worker.outputs import OutputStream
 from worker.runtime import WorkerRuntime
+from worker.step_stream import StepStream, StepStreams
 
 
 class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
     def __init__(self, runtime: WorkerRuntime, peers: PeerBook) -> None:
         self._runtime = runtime
         self._peers = peers
+        self._steps = StepStreams()
+
+    async def Steps(self, message: pb.StepsRequest, context: grpc.aio.ServicerContext) -> None:
+        async with translated_errors(context):
+            self._runtime.check_incarnation(message.incarnation)
+            await self._steps.serve(message.stream_id, context)
 
     async def Decode(self, message: pb.DecodeRequest, context: grpc.aio.ServicerContext) -> None:
         # Not a generator: a cancelled call must always arrive as CancelledError in here.
@@ -25,11 +32,12 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             self._runtime.check_callable(message.incarnation)
             request = codec.request_from_pb(message.request)
             log_attempt("decode", request, context)
+            steps = self._steps.get(message.steps)
             with self._runtime.outputs.open(request.request_id) as outputs:
                 if message.HasField("source"):
-                    await self._after_hand_over(request, message.source, outputs, context)
+                    await self._after_hand_over(request, message.source, outputs, context, steps)
                 else:
-                    await self._from_scratch(request, outputs, context)
+                    await self._from_scratch(request, outputs, context, steps)
 
     async def _after_hand_over(
         self,
@@ -37,6 +45,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         source: pb.PeerAddress,
         outputs: OutputStream,
         context: grpc.aio.ServicerContext,
+        steps: StepStream | None,
     ) -> None:
         num_emitted = len(request.output_token_ids) + 1  # P's token is the first of this attempt
         # Before P is asked for anything: a grammar that is refused ends the request here.
@@ -50,7 +59,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             return
         try:
             await context.write(pb.DecodeEvent(started=result.started))
-            await self._stream(outputs, num_emitted, context)
+            await self._stream(request, outputs, num_emitted, context, steps)
         except BaseException:
             self._runtime.abort(request.request_id)
             raise
@@ -60,24 +69,28 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         request: GenerationRequest,
         outputs: OutputStream,
         context: grpc.aio.ServicerContext,
+        steps: StepStream | None,
     ) -> None:
         try:
             matcher = await self._runtime.matcher(request)
             await self._runtime.run_on_engine(lambda e: e.add(request, matcher))
-            await self._stream(outputs, len(request.output_token_ids), context, request)
+            num_emitted = len(request.output_token_ids)
+            await self._stream(request, outputs, num_emitted, context, steps, scored=request)
         except BaseException:
             self._runtime.abort(request.request_id)
             raise
 
     async def _stream(
         self,
+        request: GenerationRequest,
         outputs: OutputStream,
         num_emitted: int,
         context: grpc.aio.ServicerContext,
+        steps: StepStream | None,
         scored: GenerationRequest | None = None,
     ) -> None:
-        """Tokens as they come; those that pile up behind a slow reader go as one message.
-        `scored`: whose prompt is computed, and maybe scored, here."""
+        """Tokens as they come, by `steps` if there is one; those that pile up behind a slow
+        reader go as one message. `scored`: whose prompt is computed, and maybe scored, here."""
         is_finished = False
         num_scored = 1  # nothing predicts the prompt's first token
         while not is_finished:
@@ -96,8 +109,14 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             tokens = _tokens(batch, num_emitted)
             num_emitted += len(tokens.tokens)
             is_finished = batch[-1].finish_reason is not None
-            if tokens.tokens or is_finished:
+            if not tokens.tokens and not is_finished:
+                continue
+            if steps is None:
                 await context.write(pb.DecodeEvent(tokens=tokens))
+                continue
+            if is_finished:
+                await context.write(pb.DecodeEvent(steps_ended=pb.StepsEnded()))
+            steps.put(request.request_id, tokens)
 
 
 def _admission(batch: list[SequenceOutput]) -> pb.DecodeStarted | None:

@@ -30,12 +30,16 @@ from core.errors import (
 from core.types import FinishReason, GenerationRequest, TokenLogprobs
 from router.placement import Placement
 from router.policy import EXPECTED_OUTPUT
+from router.step_stream import Inbox
 from router.worker import Worker
 from rpc import codec, worker_pb2
 from rpc.status import error_from_rpc
 
 # When a leg complains of its peer, the peer's own error is the real cause and a moment behind.
 _CAUSE_WAIT_S = 0.1
+# From D's word that it has sent the last token to that token. They come on two streams of one
+# connection, and a router that is short of time may read one long before the other.
+_LAST_TOKENS_S = 60.0
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -90,6 +94,9 @@ class Attempt:
         self._decode_call: grpc.aio.UnaryStreamCall | None = None
         # D's next event, when it is read ahead of its turn.
         self._decode_read: asyncio.Future[Any] | None = None
+        # Where tokens come by the worker's steps, unless it sends them on the call itself.
+        self._inbox: Inbox | None = None
+        self._decode_rest: asyncio.Task[None] | None = None  # then reads D's call to its end
         # Reads P's call to its end, once the first token is there.
         self._prefill_rest: asyncio.Future[None] | None = None
 
@@ -116,6 +123,8 @@ class Attempt:
         if self._lost is None:
             self._lost = failed
             self._cancel()
+            if self._inbox is not None:
+                self._inbox.fail(failed)
 
     async def tokens(self) -> AsyncGenerator[TokenBatch, None]:
         """The output from `len(output_token_ids)` on. Raises AttemptFailed."""
@@ -126,6 +135,11 @@ class Attempt:
                 counted.enter_context(worker.expecting(self._block_names))
             queued = counted.enter_context(ExitStack())
             queued.enter_context((prefill or decode).prefilling(self._num_uncached))
+            steps = decode.steps
+            # Scores come on the call, and before the tokens.
+            if steps.stream_id and self._request.sampling.prompt_logprobs is None:
+                self._inbox = Inbox()
+                counted.enter_context(steps.receiving(self.request_id, self._inbox))
             try:
                 self._open()
                 if prefill is not None:
@@ -171,7 +185,10 @@ class Attempt:
                 request.sampling.ClearField("prompt_logprobs")  # P reports them
             self._decode_call = decode.decode.Decode(
                 worker_pb2.DecodeRequest(
-                    request=request, incarnation=decode.incarnation, source=source
+                    request=request,
+                    incarnation=decode.incarnation,
+                    source=source,
+                    steps=decode.steps.stream_id if self._inbox is not None else "",
                 ),
                 metadata=self._metadata,
             )
@@ -233,24 +250,61 @@ class Attempt:
             kind = event.WhichOneof("event")
             if kind == "started":
                 self.decode_started = event.started
+                if self._inbox is not None:
+                    async for batch in self._decoded_by_steps(decode, self._inbox):
+                        yield batch
+                    return
                 continue
             if kind == "prompt_logprobs":
                 self._take_prompt_logprobs(event.prompt_logprobs, decode)
                 continue
-            tokens = event.tokens
-            if tokens.first_index != self._due:
-                raise AttemptFailed(
-                    UnavailableError(
-                        f"{decode.id} sent token {tokens.first_index}, not {self._due}"
-                    ),
-                    (decode,),
-                )
-            decode.breaker.succeeded()
-            self._due += len(tokens.tokens)
-            batch = self._first_batch(_batch(tokens.tokens, tokens.finish_reason, tokens.embedding))
+            batch = self._first_batch(self._take(event.tokens, decode))
             yield batch
             if batch.finish_reason is not None:
                 return
+
+    async def _decoded_by_steps(
+        self, decode: Worker, inbox: Inbox
+    ) -> AsyncGenerator[TokenBatch, None]:
+        """Tokens from the worker's steps."""
+        self._decode_rest = asyncio.create_task(self._read_rest(decode, inbox))
+        while True:
+            try:
+                batch = self._take(await inbox.take(), decode)
+            except UnavailableError as error:  # the stream of steps has broken
+                decode.breaker.failed()
+                raise AttemptFailed(error, (decode,)) from None
+            yield batch
+            if batch.finish_reason is not None:
+                return
+
+    async def _read_rest(self, decode: Worker, inbox: Inbox) -> None:
+        """D's call to its end, when its tokens come by steps."""
+        call = self._decode_call
+        assert call is not None
+        try:
+            while (event := await call.read()) is not grpc.aio.EOF:
+                kind = event.WhichOneof("event")
+                if kind == "tokens":
+                    inbox.put(event.tokens)
+                elif kind == "steps_ended":
+                    await asyncio.sleep(_LAST_TOKENS_S)
+            decode.breaker.failed()
+            early = UnavailableError(f"{decode.id} ended its answer early")
+            inbox.fail(AttemptFailed(early, (decode,)))
+        except grpc.aio.AioRpcError as error:
+            inbox.fail(self._failure(error, decode))
+
+    def _take(self, tokens: worker_pb2.Tokens, decode: Worker) -> TokenBatch:
+        """Raises AttemptFailed if they are not the next ones."""
+        if tokens.first_index != self._due:
+            raise AttemptFailed(
+                UnavailableError(f"{decode.id} sent token {tokens.first_index}, not {self._due}"),
+                (decode,),
+            )
+        decode.breaker.succeeded()
+        self._due += len(tokens.tokens)
+        return _batch(tokens.tokens, tokens.finish_reason, tokens.embedding)
 
     def _take_prompt_logprobs(self, event: worker_pb2.PromptLogprobs, worker: Worker) -> None:
         due = 1 + len(self._prompt_logprobs)
@@ -307,7 +361,8 @@ class Attempt:
     async def _close(self) -> None:
         """Both calls end, and what reads them."""
         self._cancel()
-        readers = [task for task in (self._decode_read, self._prefill_rest) if task is not None]
+        tasks = (self._decode_read, self._decode_rest, self._prefill_rest)
+        readers = [task for task in tasks if task is not None]
         for task in readers:
             task.cancel()
         # Their errors are of no interest any more: the attempt has ended.

@@ -15,12 +15,12 @@ from starlette.types import Receive, Scope, Send
 
 from core.errors import PdserveError
 from router.errors import as_pdserve_error, error_event, error_response
+from router.http_server import BodyWriter
 
 # A client that takes nothing for so long is gone: it holds KV blocks on a worker.
 SEND_TIMEOUT_S = 60.0
 MERGE_S = 0.005
-# In the scope: the server's own `send`, past the layers of the application around it. For the body
-# of a stream, whose start went through them: it has thousands of messages that none looks at.
+# In the scope: the server's own `send`, past the layers of the application around it.
 SERVER_SEND = "pdserve.send"
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -77,8 +77,8 @@ class _EventWriter:
     While the client takes nothing, `write` waits, and after `SEND_TIMEOUT_S` the task is cancelled
     in which this writer was made."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, body: BodyWriter) -> None:
+        self._body = body
         self._loop = asyncio.get_running_loop()
         self._owner = asyncio.current_task()
         self._buffer: list[bytes] = []
@@ -102,9 +102,14 @@ class _EventWriter:
 
     async def close(self) -> None:
         """Writes what is left, and the end of the body."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._merged is not None:
             await self._merged
-        await self._flush(more=False)
+        await self._flush()
+        self._is_writing = True
+        await self._body.end()
+        self._is_writing = False
 
     def stop(self) -> None:
         """Nothing more is written."""
@@ -112,12 +117,14 @@ class _EventWriter:
             if handle is not None:
                 handle.cancel()
 
-    async def _flush(self, more: bool = True) -> None:
+    async def _flush(self) -> None:
+        if not self._buffer:
+            return
         data = b"".join(self._buffer)
         self._buffer.clear()
         self._written_at = self._loop.time()
         self._is_writing = True
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        await self._body.write(data)
         self._is_writing = False
 
     def _flush_merged(self) -> None:
@@ -152,7 +159,8 @@ def event_stream(
                         if writer is None:
                             start = {"type": "http.response.start", "status": 200}
                             await send({**start, "headers": _STREAM_HEADERS})
-                            writer = _EventWriter(scope.get(SERVER_SEND, send))
+                            body = BodyWriter(scope, scope.get(SERVER_SEND, send))
+                            writer = _EventWriter(body)
                         await writer.write(event)
             except Exception as error:
                 known = as_pdserve_error(error)

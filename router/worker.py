@@ -15,6 +15,7 @@ from core.types import Role
 from router.breaker import Breaker
 from router.policy import Load, Speeds
 from router.prefix_index import Holdings, PrefixIndex
+from router.step_stream import StepReader
 from rpc import codec, worker_pb2, worker_pb2_grpc
 from rpc.channel import make_channel
 from rpc.cluster_pb2 import WorkerEntry
@@ -43,9 +44,9 @@ class Passenger(Protocol):
 class Worker:
     """One incarnation: its channel, what it says about itself, and what this router has there.
 
-    Owns the channel, the tasks that follow the worker's status and its KV blocks, and what the
-    index has of it. It is `reachable` from the first status until a call or the status stream
-    breaks, and again from the next status on.
+    Owns the channel, the tasks that follow the worker's status, its KV blocks and its steps, and
+    what the index has of it. It is `reachable` from the first status until a call or the status
+    stream breaks, and again from the next status on.
     """
 
     def __init__(
@@ -95,7 +96,11 @@ class Worker:
         self._service = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self.prefill = worker_pb2_grpc.PrefillServiceStub(self._channel)
         self.decode = worker_pb2_grpc.DecodeServiceStub(self._channel)
+        self.steps = StepReader(entry.id, entry.incarnation)
         self._tasks = [asyncio.create_task(self._follow(), name=f"follow {entry.id}")]
+        if self.role is not Role.PREFILL:
+            steps = self.steps.follow(self.decode)
+            self._tasks.append(asyncio.create_task(steps, name=f"steps of {entry.id}"))
 
     @property
     def num_passengers(self) -> int:

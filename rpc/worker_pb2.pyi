@@ -398,15 +398,39 @@ class PrefillChunk(_message.Message):
     seconds: float
     def __init__(self, num_tokens: _Optional[int] = ..., offset_seconds: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
+class StepsRequest(_message.Message):
+    __slots__ = ("stream_id", "incarnation")
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    stream_id: str
+    incarnation: str
+    def __init__(self, stream_id: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class StepTokens(_message.Message):
+    __slots__ = ("sequences",)
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    sequences: _containers.RepeatedCompositeFieldContainer[SequenceTokens]
+    def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceTokens, _Mapping]]] = ...) -> None: ...
+
+class SequenceTokens(_message.Message):
+    __slots__ = ("request_id", "tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tokens: Tokens
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ...) -> None: ...
+
 class DecodeRequest(_message.Message):
-    __slots__ = ("request", "incarnation", "source")
+    __slots__ = ("request", "incarnation", "source", "steps")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     request: GenerationRequest
     incarnation: str
     source: PeerAddress
-    def __init__(self, request: _Optional[_Union[GenerationRequest, _Mapping]] = ..., incarnation: _Optional[str] = ..., source: _Optional[_Union[PeerAddress, _Mapping]] = ...) -> None: ...
+    steps: str
+    def __init__(self, request: _Optional[_Union[GenerationRequest, _Mapping]] = ..., incarnation: _Optional[str] = ..., source: _Optional[_Union[PeerAddress, _Mapping]] = ..., steps: _Optional[str] = ...) -> None: ...
 
 class PeerAddress(_message.Message):
     __slots__ = ("worker_id", "address", "incarnation")
@@ -419,14 +443,20 @@ class PeerAddress(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
-    __slots__ = ("started", "tokens", "prompt_logprobs")
+    __slots__ = ("started", "tokens", "prompt_logprobs", "steps_ended")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_ENDED_FIELD_NUMBER: _ClassVar[int]
     started: DecodeStarted
     tokens: Tokens
     prompt_logprobs: PromptLogprobs
-    def __init__(self, started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+    steps_ended: StepsEnded
+    def __init__(self, started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., steps_ended: _Optional[_Union[StepsEnded, _Mapping]] = ...) -> None: ...
+
+class StepsEnded(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class DecodeStarted(_message.Message):
     __slots__ = ("num_cached_tokens", "num_transferred_tokens", "kv_bytes", "queue_seconds", "kv_transfer_seconds", "kv_tail_seconds", "hand_over_seconds", "queue_offset_seconds", "pulls")

@@ -18,6 +18,7 @@ from core.types import Role
 from rpc import cluster_pb2, cluster_pb2_grpc, codec, worker_pb2, worker_pb2_grpc
 from rpc.channel import make_server
 from rpc.status import translated_errors
+from worker.step_stream import StepStreams
 
 BLOCK_SIZE = 16
 
@@ -114,6 +115,8 @@ class FakeWorker:
         self.address = ""
         self._pushes: set[asyncio.Queue[None]] = set()
         self._events: set[asyncio.Queue[worker_pb2.KvBlockEvents | None]] = set()
+        self.steps = StepStreams()
+        self.has_steps = True  # False: tokens come on each request's own call
         self._server = make_server()
 
     async def start(self) -> None:
@@ -341,8 +344,14 @@ class _Decode(worker_pb2_grpc.DecodeServiceServicer):
     def __init__(self, worker: FakeWorker) -> None:
         self._worker = worker
 
+    async def Steps(self, message, context) -> None:
+        async with translated_errors(context):
+            self._worker.check(message.incarnation)
+            await self._worker.steps.serve(message.stream_id, context)
+
     async def Decode(self, message, context) -> AsyncIterator[worker_pb2.DecodeEvent]:
         worker, request = self._worker, message.request
+        steps = worker.steps.get(message.steps) if worker.has_steps else None
         fault = worker.next_fault()
         worker.metadata.append(dict(context.invocation_metadata()))
         async with translated_errors(context):
@@ -383,7 +392,12 @@ class _Decode(worker_pb2_grpc.DecodeServiceServicer):
                     tokens = worker_pb2.Tokens(
                         first_index=index, tokens=[token], finish_reason=reason
                     )
-                    yield worker_pb2.DecodeEvent(tokens=tokens)
+                    if steps is None:
+                        yield worker_pb2.DecodeEvent(tokens=tokens)
+                    else:
+                        if reason:
+                            yield worker_pb2.DecodeEvent(steps_ended=worker_pb2.StepsEnded())
+                        steps.put(request.request_id, tokens)
                     index += 1
                     num_sent += 1
                     worker.num_tokens += 1
