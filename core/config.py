@@ -111,7 +111,8 @@ class KVTransferConfig(_Section):
 
 
 class SloConfig(_Section):
-    """What counts as goodput: seconds, None for no limit."""
+    """What counts as goodput, and when a first token is too late to be worth starting on: seconds,
+    None for no limit."""
 
     ttft: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     tpot: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -138,7 +139,9 @@ class RouterConfig(_Section):
     max_attempts: Annotated[int, Field(ge=1, le=10)] = 3
     slo: SloConfig = SloConfig()
     otlp_endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    # Sequences in this router, and those of them that may wait for a worker with room.
     max_concurrent_requests: Positive = 1024
+    max_queued_requests: Annotated[int, Field(ge=0)] = 512
     max_body_bytes: Positive = 8 * 1024 * 1024
 
     @field_validator("http", "grpc")

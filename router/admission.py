@@ -15,8 +15,8 @@ class _Slot:
 
 
 class Admission:
-    """Counts sequences from admission to the end of the response. Refuses instead of queueing:
-    requests wait on the workers, which know their load, never here."""
+    """Counts sequences from admission to the end of the response, those that wait for a worker
+    (`router.turnstile`) included. Refuses what is beyond the limit: nothing waits here."""
 
     def __init__(self, limit: int, metrics: Metrics) -> None:
         self._limit = limit

@@ -1,6 +1,7 @@
 """The HTTP application: routes, errors and what surrounds every request."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
@@ -80,8 +81,9 @@ class CallerMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        session = headers.get("x-session-id", "")
         given = headers.get("x-request-id", ""), headers.get("traceparent", "")
-        caller = Caller.of(*given)
+        caller = Caller.of(*given, session=session)
 
         async def tagged(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -92,7 +94,7 @@ class CallerMiddleware:
             try:
                 if self._keys is not None and scope["path"] not in OPEN_PATHS:
                     account = self._keys.account(headers.get("authorization"))
-                    caller = Caller.of(caller.request_id, caller.traceparent, account)
+                    caller = replace(caller, account=account)
                     if scope["method"] == "POST":
                         counted.enter_context(account.request())
             except PdserveError as error:

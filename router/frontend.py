@@ -169,7 +169,7 @@ class Frontend:
             stop=body.stops,
             skip_special_tokens=True if skip is None else skip,
             cache_salt=body.cache_salt or "",
-            caller=caller,
+            caller=replace(caller, user=body.user or "", priority=body.priority or 0),
         )
 
     def _sampling(self, body: Body, num_prompt_tokens: int) -> SamplingParams:

@@ -121,7 +121,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         account = None
         if self._keys is not None:
             account = self._keys.account(authorization_of(metadata))
-        return Caller.of(values.get("x-request-id", ""), values.get("traceparent", ""), account)
+        return Caller.of(
+            values.get("x-request-id", ""),
+            values.get("traceparent", ""),
+            account,
+            values.get("x-session-id", ""),
+        )
 
     async def _generate_request(self, request: pb.GenerateRequest, caller: Caller) -> TextRequest:
         data = _common(request)

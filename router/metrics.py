@@ -109,6 +109,11 @@ class Metrics:
         if slo.is_set:
             for met in ("yes", "no"):
                 self._slo_requests.labels(met)
+        self.queued = Gauge(
+            "pdserve_router_requests_queued",
+            "Sequences that wait for a worker to have room",
+            registry=self._registry,
+        )
         self.in_flight = Gauge(
             "pdserve_router_requests_in_flight",
             "Sequences that this router is working on",

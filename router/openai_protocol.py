@@ -75,7 +75,6 @@ _NEUTRAL: Neutral = {
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "mm_processor_kwargs": (),
-    "priority": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),  # of chats
     "return_tokens_as_token_ids": (False,),
@@ -129,6 +128,7 @@ class GenerationBody(StrictBody):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower goes first
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None

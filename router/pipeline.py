@@ -19,9 +19,11 @@ from core.types import FinishReason, GenerationRequest, SamplingParams
 from router.attempt import Attempt, AttemptFailed, TokenBatch
 from router.caller import Caller
 from router.metrics import Metrics
-from router.placement import Placer
-from router.policy import Demand
+from router.placement import Placement, Placer
+from router.policy import EXPECTED_OUTPUT, Demand
+from router.retry_budget import RetryBudget
 from router.timeline import SequenceTimeline, Timeline
+from router.turnstile import Estimate, Turnstile
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,6 @@ class SequenceRequest:
     sampling: SamplingParams
     hashes: Sequence[bytes] = ()
     cache_salt: str = ""
-    session: str = ""  # see policy.Demand
     caller: Caller = Caller()
 
 
@@ -69,12 +70,16 @@ class Pipeline:
     def __init__(
         self,
         placer: Placer,
+        turnstile: Turnstile,
+        budget: RetryBudget,
         metrics: Metrics,
         block_size: int,
         max_attempts: int,
         waits: Waits = Waits(),
     ) -> None:
         self._placer = placer
+        self._turnstile = turnstile
+        self._budget = budget
         self._metrics = metrics
         self._block_size = block_size
         self._max_attempts = max_attempts
@@ -85,6 +90,7 @@ class Pipeline:
     ) -> AsyncGenerator[TokenBatch, None]:
         """Yields the output in batches; the last one has a finish reason. Closing the generator
         cancels both legs. Raises PdserveError when no attempt is left or the input is refused."""
+        self._budget.add_request()
         names = [short_hash(value) for value in sequence.hashes]
         emitted: list[int] = []
         avoid: set[str] = set()
@@ -126,10 +132,13 @@ class Pipeline:
             num_tokens=num_tokens,
             max_new_tokens=sequence.sampling.max_tokens - len(emitted),
             block_size=self._block_size,
-            session=sequence.session,
+            session=sequence.caller.session or sequence.caller.user,
         )
         wait_s = self._waits.again_s if stats.num_attempts else self._waits.first_s
-        placement = await self._placer.place(demand, names, avoid, wait_s)
+        if stats.num_attempts:  # it had its turn
+            placement = await self._placer.place(demand, names, avoid, wait_s)
+        else:
+            placement = await self._take_turn(sequence.caller, demand, names, wait_s)
         stats.num_attempts += 1
         request = GenerationRequest(
             request_id=uuid.uuid4().hex,
@@ -145,11 +154,34 @@ class Pipeline:
         num_uncached = max(1, num_tokens - placement.cached_tokens)
         return Attempt(placement, request, num_uncached, sequence.caller.metadata, names)
 
+    async def _take_turn(
+        self, caller: Caller, demand: Demand, names: Sequence[int], wait_s: float
+    ) -> Placement:
+        """Places a request when it is its turn. Whatever is raised here no worker has heard of."""
+
+        def estimate() -> Estimate:
+            found = self._placer.look(demand, names)
+            return Estimate() if found is None else found.estimate
+
+        work = demand.num_tokens + min(demand.max_new_tokens, EXPECTED_OUTPUT)
+        turnstile = self._turnstile
+        try:
+            async with turnstile.turn(caller.flow, caller.priority, work, estimate) as waited_s:
+                placement = await self._placer.place(demand, names, (), wait_s)
+                turnstile.check(waited_s, placement.estimate)
+                return placement
+        except PdserveError as error:
+            self._metrics.count_rejection(error)
+            raise
+
     async def _after_failure(
         self, error: PdserveError, attempt: Attempt, stats: SequenceStats, num_emitted: int
     ) -> None:
         """Returns if another attempt is due; raises `error` otherwise."""
         if isinstance(error, RequestError) or stats.num_attempts >= self._max_attempts:
+            raise error
+        if not self._budget.take():
+            logger.error("no retries are left: too much is failing (%s)", error.message)
             raise error
         logger.warning(
             "attempt %s of request %s failed after %d tokens (%s): trying again",

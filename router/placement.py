@@ -24,6 +24,7 @@ from router.policy import (
     uncached,
 )
 from router.registry import Registry
+from router.turnstile import Estimate
 from router.worker import Worker
 
 # A breaker lets a probe through by time alone: look again, even if nothing was reported.
@@ -38,9 +39,7 @@ class Placement:
     prefill: Worker | None
     decode: Worker
     cached_tokens: int = 0  # of the prompt, where it is prefilled
-    ttft_s: float = 0.0  # estimated, from now to the first token
-    own_s: float = 0.0  # of that, this prompt's own prefill
-    is_measured: bool = False  # the estimate is of speeds that the worker itself has measured
+    estimate: Estimate = Estimate()
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -123,11 +122,6 @@ class Placer:
         typical = _typical(sides)
         return all(not side or any(w.has_room(typical) for w in side) for side in sides)
 
-    def prefill_speed(self) -> float:
-        """Prompt tokens a second of all workers that prefill, as measured; 0 before."""
-        workers = self._registry.ready(self._registry.roles[0])
-        return sum(worker.prefill_speed or 0.0 for worker in workers)
-
     def _choose(
         self,
         ours: list[tuple[Worker, Load]],
@@ -167,15 +161,11 @@ class Placer:
 
 def _placed(prefill: Worker | None, decode: Worker, load: Load, demand: Demand) -> Placement:
     """`load` is of the worker that prefills."""
-    measured = (decode if prefill is None else prefill).prefill_speed is not None
-    return Placement(
-        prefill,
-        decode,
-        load.cached_tokens,
-        prefill_seconds(load, demand),
-        own_prefill_seconds(load, demand),
-        measured,
-    )
+    estimate = Estimate()
+    if (prefill or decode).prefill_speed is not None:
+        own_s = own_prefill_seconds(load, demand)
+        estimate = Estimate(prefill_seconds(load, demand) - own_s, own_s)
+    return Placement(prefill, decode, load.cached_tokens, estimate)
 
 
 def _tainted(placement: Placement, avoid: Collection[str]) -> int:

@@ -20,10 +20,12 @@ from router.metrics import Metrics
 from router.pipeline import Pipeline, Waits
 from router.placement import Placer
 from router.registry import Registry
+from router.retry_budget import RetryBudget
 from router.timeline import Timelines
 from router.tokenizer import Tokenizer
 from router.tools import ChatReading
 from router.tracing import Tracer
+from router.turnstile import Turnstile
 from rpc.channel import make_public_server
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,13 @@ class RouterServer:
         self.registry = Registry(controller, roles)
         metrics = Metrics(self.registry, config.router.slo)
         placer = Placer(self.registry, config.router.policy, config.router.max_local_prefill_tokens)
+        self._turnstile = Turnstile(
+            placer,
+            config.router.max_queued_requests,
+            config.router.slo.ttft,
+            metrics.queued.set,
+        )
+        self.registry.on_room = self._turnstile.wake
         endpoint = config.router.otlp_endpoint
         self._tracer = Tracer(endpoint) if endpoint is not None else None
         on_end = self._tracer.export if self._tracer is not None else None
@@ -62,7 +71,15 @@ class RouterServer:
             model_name=config.served_model_name or model_name,
             tokenizer=tokenizer,
             registry=self.registry,
-            pipeline=Pipeline(placer, metrics, block_size, config.router.max_attempts, waits),
+            pipeline=Pipeline(
+                placer,
+                self._turnstile,
+                RetryBudget(config.router.max_concurrent_requests),
+                metrics,
+                block_size,
+                config.router.max_attempts,
+                waits,
+            ),
             admission=self.admission,
             metrics=metrics,
             block_size=block_size,
@@ -102,6 +119,7 @@ class RouterServer:
         self._http.should_exit = True
         await self._health.enter_graceful_shutdown()
         await self.admission.close(grace_s)
+        await self._turnstile.close()
         await self._grpc.stop(1.0)
         await http
         health.cancel()

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _GET_INFO_TIMEOUT_S = 5.0
 _STATUS_SILENCE_S = 10.0  # statuses come every second
-_STALL_S = 60.0  # no engine step for so long, with work to do: place nothing there
+_STALL_S = 60.0  # no engine step for so long, with work to do: it is given up until it goes on
 _BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 # A line through few measurements may be flat; a bigger batch is never free.
 _LEAST_SLOPE = 0.01
@@ -223,14 +223,17 @@ class Worker:
         """The incarnation is gone: everything on it fails now instead of when TCP notices."""
         self.retired = True
         self.reachable = False
-        for passenger in tuple(self._passengers):
-            passenger.lose(self, UnavailableError(f"{self.id}: {reason}"))
+        self._lose_all(reason)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.holdings is not None:
             self.holdings.close()
         await self._channel.close()
+
+    def _lose_all(self, reason: str) -> None:
+        for passenger in tuple(self._passengers):
+            passenger.lose(self, UnavailableError(f"{self.id}: {reason}"))
 
     async def _follow(self) -> None:
         failures = 0
@@ -288,6 +291,8 @@ class Worker:
         self._unreported_tokens = 0
         self._unreported_requests = 0
         self._note(status)
+        if status.seconds_since_progress >= _STALL_S:
+            self._lose_all(f"no progress for {status.seconds_since_progress:.0f} s")
         if self.is_ready != was_ready:
             logger.info("%s is %s", self.id, "ready" if self.is_ready else "not ready")
             self._on_change()

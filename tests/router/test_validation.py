@@ -64,7 +64,7 @@ async def test_bad_values_are_refused_by_name(router):
 UNSUPPORTED = {
     "best_of": 2, "suffix": "x", "prompt_embeds": "AAAA",
     "chat_template": "{{ 1 }}", "functions": [{"name": "f"}],
-    "use_beam_search": True, "bad_words": ["x"], "priority": 5, "store": True,
+    "use_beam_search": True, "bad_words": ["x"], "store": True,
     "continue_final_message": True, "reasoning_effort": "low", "modalities": ["audio"],
 }  # fmt: skip
 INTERNAL = {

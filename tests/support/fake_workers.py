@@ -90,6 +90,7 @@ class FakeWorker:
         self.compatibility = {"dtype": "float32", "block_size": str(BLOCK_SIZE)}
         self.max_model_len = 4096
         self.num_kv_blocks = 256
+        self.max_num_seqs = 64
         self.status = worker_pb2.WorkerStatus(
             state=worker_pb2.WORKER_STATE_READY,
             kv_blocks=worker_pb2.KvBlockCounts(total=256, free=256),
@@ -111,6 +112,8 @@ class FakeWorker:
         self.held: set[str] = set()  # attempts whose KV waits here for a decode worker
         self.cached: set[bytes] = set()
         self.prefix_caching = True
+        self.status_every_s = 1.0
+        self.is_silent = False  # says nothing of its status any more
         self.num_block_streams = 0  # that were ever opened
         self.address = ""
         self._pushes: set[asyncio.Queue[None]] = set()
@@ -255,7 +258,7 @@ class _Worker(worker_pb2_grpc.WorkerServiceServicer):
             block_size=BLOCK_SIZE,
             num_kv_blocks=worker.num_kv_blocks,
             kv_block_bytes=1024,
-            max_num_seqs=64,
+            max_num_seqs=worker.max_num_seqs,
             prefix_caching=worker.prefix_caching,
             max_batched_tokens=2048,
         )
@@ -285,9 +288,10 @@ class _Worker(worker_pb2_grpc.WorkerServiceServicer):
         worker._pushes.add(queue)
         try:
             while True:
-                yield worker.status
+                if not worker.is_silent:
+                    yield worker.status
                 try:
-                    await asyncio.wait_for(queue.get(), 1)
+                    await asyncio.wait_for(queue.get(), worker.status_every_s)
                 except TimeoutError:
                     continue
         finally:
