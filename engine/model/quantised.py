@@ -24,6 +24,8 @@ Quantization = Literal["none", "int8", "int4"]
 INT4_GROUP = 32
 _TILE = 64  # output channels that a kernel reads as one piece
 _INT8_KERNEL_ROWS = 8
+# torch's int8 kernel for bfloat16 reads past the end of rows that this does not divide.
+_INT8_KERNEL_INPUTS = 16
 _NATIVE_ROWS = 16
 _INT4_KERNEL_ROWS = 16
 
@@ -37,7 +39,8 @@ class Int8Linear:
     bias: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] <= _INT8_KERNEL_ROWS and x.device.type == "cpu":
+        can_read = x.device.type == "cpu" and x.shape[1] % _INT8_KERNEL_INPUTS == 0
+        if can_read and x.shape[0] <= _INT8_KERNEL_ROWS:
             out = torch._weight_int8pack_mm(x.contiguous(), self.values, self.scales)
         else:
             out = F.linear(x, self.values.to(x.dtype)).mul_(self.scales)

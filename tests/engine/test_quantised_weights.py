@@ -89,6 +89,18 @@ def test_few_and_many_rows_compute_the_product_of_the_stored_weight(
     torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=0)
 
 
+@pytest.mark.parametrize("num_inputs", [4, 24, 40, 72, 90])
+def test_int8_reads_its_own_numbers_and_no_other(num_inputs: int) -> None:
+    """torch's kernel took what lies behind a row for inputs that 16 does not divide."""
+    made = quantised(random_linear((40, num_inputs), torch.bfloat16), "int8")
+    assert isinstance(made, Int8Linear)
+    memory = torch.full((2 * num_inputs + 64,), torch.nan, dtype=torch.bfloat16)
+    x = memory[: 2 * num_inputs].view(2, num_inputs).normal_()
+    expected = x.float() @ made.dequantised().float().t()
+    tolerance = 0.02 * float(expected.abs().max())
+    torch.testing.assert_close(made(x).float(), expected, atol=tolerance, rtol=0)
+
+
 def test_without_the_kernel_int4_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = random_linear((128, 64), torch.float32)
     with_kernel: Any = quantised(linear, "int4")
