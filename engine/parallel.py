@@ -70,11 +70,11 @@ class RankGroup:
         joining = datetime.timedelta(seconds=_JOIN_S)
         name, _, port = address.rpartition(":")
         with self._translated("cannot meet the other ranks"):
-            self._store = dist.TCPStore(
+            self._store: Any = dist.TCPStore(
                 name, int(port), None, rank == 0, joining,
                 wait_for_workers=False, master_listen_fd=listen_fd,
             )  # fmt: skip
-            self._control = self._gloo("control", host, _NO_DEADLINE)
+            self._control: Any = self._gloo("control", host, _NO_DEADLINE)
             self._compute: Any = self._control
             if self.device.type == "cuda":
                 self._compute = self._nccl("compute")
@@ -156,6 +156,11 @@ class RankGroup:
                 self._broadcast(rest)
                 message += rest.tolist()
         return message
+
+    def close(self) -> None:
+        """Leaves: to the other ranks it is as the end of this process. Nothing may be called
+        afterwards. Groups that live on when Python ends may abort its process."""
+        self._compute = self._control = self._store = None
 
     def publish(self, name: str, text: str) -> None:
         """For the other ranks' `lookup`; not a collective call."""
@@ -279,13 +284,16 @@ class TensorParallel:
             raise RankLostError(f"rank 0 failed inside a step: {error}") from error
 
     def close(self) -> None:
-        """Ends the followers' loops. On the thread that calls forward, or when it has ended."""
+        """Ends the followers' loops and leaves the group. On the thread that calls forward, or when
+        that has ended."""
         if self._is_open:
             self._is_open = False
             try:
                 self._ranks.send([StepKind.STOP])
             except RankLostError as error:
                 logger.info("nobody to stop: %s", error)
+            finally:
+                self._ranks.close()
 
 
 def run_follower(
@@ -296,6 +304,7 @@ def run_follower(
     while True:
         message = ranks.receive()
         if message[0] == StepKind.STOP:
+            ranks.close()
             return
         batch, input_ids, rows = decode_step(message)
         positions = [

@@ -194,6 +194,8 @@ def groups() -> Any:
     with ThreadPoolExecutor(2) as pool:
         made = make_groups(2, pool)
         yield made, pool
+        for group in made:
+            group.close()
 
 
 @pytest.mark.parametrize("num_blocks", [3, 2000])
@@ -229,14 +231,14 @@ def test_a_step_ends_at_rank_0_when_all_have_written_their_kv(groups: Any, num_r
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_rank_ends_the_wait_of_another(groups: Any, lost: int) -> None:
-    """A process that dies closes its sockets, as a group does that is dropped."""
+    """A process that dies closes its sockets, as a group does that is left."""
     made, pool = groups
     other = made[1 - lost]
     wait = other.receive if lost == 0 else lambda: other.all_reduce(torch.ones(3))
     waiting = pool.submit(wait)
     with pytest.raises(TimeoutError):
         waiting.result(timeout=0.1)
-    made.clear()  # the last reference to the lost one
+    made[lost].close()
     with pytest.raises(RankLostError, match=f"rank {1 - lost} of 2 has lost another one"):
         waiting.result(timeout=20)
 
