@@ -192,12 +192,6 @@ class Config(_Section):
         for name in ("prefill", "decode", "colocated"):
             self.engine_for(name)
         if self.mode == "disaggregated":
-            for name in _PAIR:
-                if getattr(self.pools, name).tensor_parallel_size > 1:
-                    raise _KeyedError(
-                        ("pools", name, "tensor_parallel_size"),
-                        "expected 1 in mode disaggregated: KV of several ranks is not handed over",
-                    )
             for key in _ALIKE_IN_POOLS:
                 values = {name: getattr(self.engine_for(name), key) for name in _PAIR}
                 if len(set(values.values())) > 1:

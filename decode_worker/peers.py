@@ -1,6 +1,5 @@
 """The prefill workers that this decode worker has met."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import grpc
@@ -12,6 +11,7 @@ from rpc import worker_pb2 as pb
 from rpc import worker_pb2_grpc
 from rpc.channel import make_channel
 from rpc.status import error_from_rpc
+from worker.kv_ranks import offers_of
 from worker.runtime import WorkerRuntime
 
 _INFO_SECONDS = 5.0
@@ -80,8 +80,8 @@ class PeerBook:
     def _source(self, source: pb.PeerAddress, info: pb.WorkerInfo) -> Source:
         shape = self._runtime.kv_ranks.shape.of_peer(info.compatibility)
         # The first rank is the worker itself, at the address where this worker reaches it.
-        ranks = [SourceRank(source.address, source.incarnation, _offers(info.transports))]
-        ranks += [SourceRank(r.address, r.incarnation, _offers(r.transports)) for r in info.ranks]
+        ranks = [SourceRank(source.address, source.incarnation, offers_of(info.transports))]
+        ranks += [SourceRank(r.address, r.incarnation, offers_of(r.transports)) for r in info.ranks]
         if len(ranks) != shape.tensor_parallel_size:
             raise IncompatiblePeerError(
                 f"{source.worker_id} has {len(ranks)} ranks, but says tensor_parallel_size "
@@ -93,7 +93,3 @@ class PeerBook:
         for known in self._peers.values():
             await known.channel.close()
         self._peers.clear()
-
-
-def _offers(transports: Iterable[pb.TransportOffer]) -> dict[str, bytes]:
-    return {offer.name: offer.payload for offer in transports}

@@ -20,6 +20,7 @@ from engine.engine import Engine
 from engine.model.decoder import Decoder
 from engine.model.load import load_model
 from engine.parallel import RankGroup, TensorParallel
+from kv_transfer.layout import KVShape
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +154,21 @@ def load_draft(
     sizes = draft.config.vocab_size, target.config.vocab_size
     logger.info("draft model %s, %d of %d token ids", files.name, *sizes)
     return draft
+
+
+def kv_shape(model: Decoder, settings: WorkerSettings) -> KVShape:
+    """Of all ranks together; `model` may be any rank's part."""
+    config, block_size = model.config, settings.engine.block_size
+    num_layers, num_streams, _, _, row = model.kv_block_shape(block_size)
+    return KVShape(
+        num_layers=num_layers,
+        num_streams=num_streams,
+        num_kv_heads=config.num_kv_heads,
+        row_bytes=row * model.kv_dtype.itemsize,
+        block_size=block_size,
+        tensor_parallel_size=settings.num_ranks,
+        sliding_windows=tuple(layer.sliding_window for layer in config.layers),
+    )
 
 
 def choose_device(config: EngineConfig) -> str:

@@ -12,14 +12,20 @@ import torch
 
 from core.errors import RankLostError
 from core.model_files import resolve_model
+from core.types import Role
 from core.worker_settings import WorkerSettings
+from engine.model.decoder import Decoder
 from engine.parallel import RankGroup, run_follower
-from engine.types import Model
+from kv_transfer.base import KVTransfer
+from kv_transfer.grpc_transport import add_kv_service
+from kv_transfer.rank import KVRank
+from kv_transfer.select import make_transports
 from rpc import codec, worker_pb2_grpc
 from rpc import worker_pb2 as pb
 from rpc.channel import make_server
 from rpc.status import translated_errors
-from worker.engine_setup import build_follower
+from worker.engine_setup import build_follower, kv_shape
+from worker.kv_ranks import FollowerKvService, KvRankService
 from worker.ranks import INCARNATION, address_of, check_incarnation, join
 
 logger = logging.getLogger(__name__)
@@ -45,6 +51,7 @@ class FollowerWorker:
         self._loop = asyncio.get_running_loop()
         self._has_stopped = False  # in order, as rank 0 said
         self._thread: threading.Thread | None = None
+        self._transports: dict[str, KVTransfer] = {}
         self._info = pb.WorkerInfo()
 
     @property
@@ -58,6 +65,7 @@ class FollowerWorker:
     async def start(self, progress: Callable[[str], None]) -> None:
         """Raises ModelError, and RankLostError if the others did not get as far."""
         await self.load(progress)
+        self._hand_over()
         await self.serve()
 
     async def load(self, progress: Callable[[str], None]) -> None:
@@ -69,6 +77,24 @@ class FollowerWorker:
         files = await asyncio.to_thread(resolve_model, settings.config.model, progress=progress)
         self._model, self.kv_cache = await asyncio.to_thread(
             build_follower, files, settings, self._ranks, progress
+        )
+
+    def _hand_over(self) -> None:
+        """Serves this rank's part of hand-overs. A colocated worker has none."""
+        settings = self.settings
+        if settings.role is Role.COLOCATED:
+            return
+        self._transports = make_transports(
+            settings.config.kv_transfer.transport,
+            self.kv_cache,
+            worker_id=f"{settings.worker_id}/{self.rank}",
+            incarnation=self.incarnation,
+        )
+        shape = kv_shape(self._model, settings)
+        rank = KVRank(self.kv_cache, shape, self._transports, self.rank)
+        add_kv_service(FollowerKvService(rank, self.incarnation), self.server)
+        worker_pb2_grpc.add_KvRankServiceServicer_to_server(
+            KvRankService(rank, self.incarnation), self.server
         )
 
     async def serve(self) -> None:
@@ -104,6 +130,8 @@ class FollowerWorker:
             await asyncio.to_thread(self._thread.join, grace_s + _STOP_S)
         self._has_stopped = True
         await self.server.stop(0)
+        for transport in self._transports.values():
+            await transport.close()
 
     def leader_left(self) -> None:
         """Rank 0 has closed its call, or died."""
@@ -113,7 +141,7 @@ class FollowerWorker:
         if not self._has_stopped:
             self._fail(RankLostError(f"{self._info.id}: rank 0 is gone"))
 
-    def _follow(self, model: Model, ranks: RankGroup) -> None:  # a thread of its own
+    def _follow(self, model: Decoder, ranks: RankGroup) -> None:  # a thread of its own
         try:
             run_follower(model, ranks)
             self._has_stopped = True

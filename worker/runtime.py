@@ -31,20 +31,19 @@ from core.worker_settings import WorkerSettings
 from engine.engine import Engine
 from engine.grammar import GrammarCompiler, Matcher
 from engine.loop import EngineLoop
-from engine.model.decoder import Decoder
 from engine.parallel import RankGroup, TensorParallel
 from engine.types import EngineStats, SequenceOutput
 from kv_transfer.base import KVTransfer
 from kv_transfer.carrier import CarrierWatch
 from kv_transfer.compatibility import describe
-from kv_transfer.layout import KVShape
 from kv_transfer.rank import KVRank, KVRanks
 from kv_transfer.select import make_transports
 from rpc import codec, worker_pb2_grpc
 from rpc import worker_pb2 as pb
 from rpc.channel import make_server
-from worker.engine_setup import build_engine
+from worker.engine_setup import build_engine, kv_shape
 from worker.kv_events import KvEventHub
+from worker.kv_ranks import RemoteRank, offers_to_pb
 from worker.link_speed import LinkSpeeds
 from worker.outputs import OutputHub
 from worker.ranks import INCARNATION, Followers, address_of, join
@@ -72,6 +71,8 @@ class WorkerRuntime:
         self.outputs = OutputHub()
         self.transports: dict[str, KVTransfer] = {}
         self.transport_in_use = ""
+        self._remote_ranks: list[RemoteRank] = []
+        self._rank_infos: list[pb.KvRankInfo] = []
         self.carriers = CarrierWatch()
         self.links = LinkSpeeds()
         self.kv_bytes_sent = 0
@@ -118,8 +119,17 @@ class WorkerRuntime:
                 worker_id=settings.worker_id,
                 incarnation=self.incarnation,
             )
-            self.kv_rank = KVRank(self.engine.kv_cache, self._kv_shape, self.transports)
-            self.kv_ranks = KVRanks(self._kv_shape, [self.kv_rank])
+            await self._gather_kv_ranks()
+
+    async def _gather_kv_ranks(self) -> None:
+        """This rank's part of hand-overs, and the others', which serve already."""
+        self.kv_rank = KVRank(self.engine.kv_cache, self._kv_shape, self.transports)
+        self._remote_ranks = [
+            RemoteRank(rank, address)
+            for rank, address in enumerate(self.followers.addresses[1:], start=1)
+        ]
+        self.kv_ranks = KVRanks(self._kv_shape, [self.kv_rank, *self._remote_ranks])
+        self._rank_infos = [await rank.info() for rank in self._remote_ranks]
 
     async def _attend(self, ranks: RankGroup) -> None:
         """Waits until the other ranks serve, and watches over them from then on."""
@@ -133,7 +143,7 @@ class WorkerRuntime:
         self, files: ModelFiles, progress: Callable[[str], None], ranks: RankGroup | None
     ) -> Engine:
         engine, model = build_engine(files, self.settings, progress, ranks)
-        self._kv_shape = _kv_shape(model, self.settings)
+        self._kv_shape = kv_shape(model, self.settings)
         self.compatibility = describe(self._kv_shape, **model.compatibility())
         return engine
 
@@ -176,6 +186,8 @@ class WorkerRuntime:
         for transport in self.transports.values():
             await transport.close()
         self.transports = {}
+        for rank in self._remote_ranks:
+            await rank.close()
         if hasattr(self, "engine_loop"):
             has_stopped = await asyncio.to_thread(self.engine_loop.stop, 10.0)
             self.followers.expect_end()
@@ -210,10 +222,8 @@ class WorkerRuntime:
             max_num_seqs=settings.engine.max_num_seqs,
             prefix_caching=settings.engine.enable_prefix_caching,
             max_batched_tokens=settings.engine.max_num_batched_tokens,
-            transports=[
-                pb.TransportOffer(name=name, payload=transport.offer())
-                for name, transport in self.transports.items()
-            ],
+            transports=offers_to_pb(self.transports),
+            ranks=self._rank_infos,
         )
 
     def check_incarnation(self, incarnation: str) -> None:
@@ -321,20 +331,6 @@ class WorkerRuntime:
                 for peer, speed in self.links.items()
             ],
         )
-
-
-def _kv_shape(model: Decoder, settings: WorkerSettings) -> KVShape:
-    config, block_size = model.config, settings.engine.block_size
-    num_layers, num_streams, _, _, row = model.kv_block_shape(block_size)
-    return KVShape(
-        num_layers=num_layers,
-        num_streams=num_streams,
-        num_kv_heads=config.num_kv_heads,
-        row_bytes=row * model.kv_dtype.itemsize,
-        block_size=block_size,
-        tensor_parallel_size=settings.num_ranks,
-        sliding_windows=tuple(layer.sliding_window for layer in config.layers),
-    )
 
 
 def now() -> float:

@@ -86,10 +86,6 @@ def test_wrong_keys(text, message):
             "router: {embeddings: mean}",
             "c.yaml:4: router.embeddings: expected null with pools.colocated",
         ),
-        (
-            "model: a\npools:\n  decode:\n    tensor_parallel_size: 2",
-            "c.yaml:4: pools.decode.tensor_parallel_size: expected 1 in mode disaggregated",
-        ),
         ("model: a\nmode: both", "c.yaml:2: mode: expected 'disaggregated' or 'colocated'"),
         (
             "model: a\nengine:\n  quantization: int3",
