@@ -19,6 +19,7 @@ _COUNTERS = (
     "preemptions_total",
     "aborts_total",
 )
+_SPEEDS = ("prefill_tokens_per_second", "decode_step_seconds", "decode_sequence_seconds")
 _BLOCKS = ("total", "free", "cached", "running", "held", "awaiting")
 
 
@@ -46,7 +47,7 @@ def _worker(registry: Registry, entry: WorkerEntry) -> dict[str, Any]:
         "incarnation": entry.incarnation,
         "transport": status.transport,
         "kv_blocks": {name: getattr(status.kv_blocks, name) for name in _BLOCKS},
-        **{name: getattr(status, name) for name in _COUNTERS},
+        **{name: getattr(status, name) for name in (*_COUNTERS, *_SPEEDS)},
         "attempts_in_flight": worker.num_passengers if worker is not None else 0,
         "detail": entry.detail,
     }
@@ -57,6 +58,8 @@ def _worker(registry: Registry, entry: WorkerEntry) -> dict[str, Any]:
     if worker is not None and worker.info is not None:
         view["max_model_len"] = worker.info.max_model_len
         view["block_size"] = worker.info.block_size
+        # Of its prefix cache, by its events: what this router counts on.
+        view["kv_blocks_known"] = len(worker.holdings) if worker.holdings is not None else 0
         view["kv_block_bytes"] = worker.info.kv_block_bytes
         view["max_num_seqs"] = worker.info.max_num_seqs
     return view

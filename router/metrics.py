@@ -162,7 +162,7 @@ class Metrics:
         decode = attempt.decode_started
         if decode is not None:
             self._queue_time.labels("decode").observe(decode.queue_seconds)
-            target = ("colocated" if prefill is None else "decode", worker.id)
+            target = (worker.role.value, worker.id)
             self.observe_worker(names.WORKER_QUEUE_TIME, target, decode.queue_seconds)
             if prefill is not None:
                 seconds = decode.kv_transfer_seconds

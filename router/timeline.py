@@ -50,6 +50,7 @@ class AttemptTimeline:
     searched: float  # when the router began to look for workers
     placed: float
     resumed_at: int  # tokens that earlier attempts had emitted
+    decode_role: str = "decode"
     first_token: float | None = None  # of this attempt
     ended: float | None = None
     outcome: str = "running"
@@ -68,7 +69,7 @@ class AttemptTimeline:
     def emitter(self) -> tuple[str, str]:
         """Role and id of the worker that the latest token came from."""
         if self.prefill is None:
-            return "colocated", self.decode
+            return self.decode_role, self.decode
         is_first = self.attempt is not None and self.attempt.decode_started is None
         return ("prefill", self.prefill) if is_first else ("decode", self.decode)
 
@@ -101,6 +102,7 @@ class SequenceTimeline:
                 searched,
                 self.request.now(),
                 num_emitted,
+                placement.decode.role.value,
             )
         )
         self._event("placed", prefill=prefill, decode=placement.decode.id)

@@ -31,6 +31,7 @@ _LEAST_SLOPE = 0.01
 # Work that is sent ahead of what a worker does: enough that it never runs dry between two
 # statuses, little enough that who comes next is still decided here.
 _AHEAD_S = 0.5
+_AHEAD_TOKENS = 512  # and never less: a step is most efficient when it is full
 _AHEAD_SEATS = 0.25  # of its batch
 _ticks = count(1)
 
@@ -159,7 +160,7 @@ class Worker:
             return True
         if self.role is not Role.DECODE:
             speed = self.prefill_speed or typical.prefill
-            if self._num_queued_tokens > speed * _AHEAD_S:
+            if self._num_queued_tokens > max(_AHEAD_S * speed, _AHEAD_TOKENS):
                 return False
         if self.role is Role.PREFILL:
             return True

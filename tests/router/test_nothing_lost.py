@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from core.errors import EngineError, UnavailableError
+from core.types import Role
 from router import breaker as breaker_module
 from router import worker as worker_module
 from router.retry_budget import RetryBudget
@@ -158,3 +159,18 @@ async def test_a_worker_that_says_nothing_any_more_is_not_used(monkeypatch):
         assert not silent.requests
         silent.is_silent = False
         await router.ready()
+
+
+async def test_a_worker_that_was_never_there_hinders_nobody():
+    """V47: the view says it is ready, and nobody answers at its address."""
+    async with running() as router:
+        absent = await router.cluster.add("prefill-1", Role.PREFILL)
+        await absent.die()
+        ours = router.server.registry.workers
+        await eventually(lambda: "prefill-1" in ours and not ours["prefill-1"].is_ready)
+        for _ in range(3):
+            await router.complete("hello", max_tokens=2)
+        models = (await router.http.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in models] == ["fake"]
+        assert (await router.http.get("/ready")).status_code == 200
+        assert not absent.requests

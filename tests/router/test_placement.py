@@ -150,6 +150,9 @@ async def test_a_short_prompt_is_computed_where_it_is_decoded():
         assert answer["choices"][0]["text"] == answer_text("hello " * 20, 4)
         assert len(router.worker("prefill-0").requests) == 1
         assert await decisions(router) == {"local": 1, "disaggregated": 1}
+        text = (await router.http.get("/metrics")).text
+        first = 'pdserve_worker_time_to_first_token_seconds_count{role="%s",worker="%s-0"} 1.0'
+        assert first % ("decode", "decode") in text and first % ("prefill", "prefill") in text
         await router.idle()
 
 
