@@ -1,4 +1,4 @@
-"""How long the router thinks about one request: `python benchmarks/placement.py [WORKERS]`.
+"""How long the router thinks about one request: `python -m benchmarks.placement [WORKERS]`.
 
 Half of the workers prefill, half decode; all have reported a load. Prompts have 1024 blocks, of
 which all workers hold the first 128, a tenth of them 512. Prints microseconds by policy, for a
