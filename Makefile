@@ -40,6 +40,9 @@ test-clients: $(VENV)/.installed-dev ## Test LangChain and lm-eval against a liv
 test-gpu: $(VENV)/.installed-dev ## Run what needs a GPU: device paths against the CPU's answers
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
+test-memory: $(VENV)/.installed-dev ## Measure what loading every kind of checkpoint takes
+	$(BIN)/python -m pytest -m slow tests/engine/test_load_memory.py $(ARGS)
+
 test-hosts: $(VENV)/.installed-dev ## Test a hand-over between network namespaces; root and iproute2
 	$(BIN)/python -m pytest -m slow tests/hosts $(ARGS)
 

@@ -18,8 +18,9 @@ from core.errors import ModelError
 from core.gguf_metadata import read_gguf_metadata
 from engine.model import gguf_deepseek
 from engine.model.families import FAMILIES
+from engine.model.host_memory import release_pages
 
-_CHUNK_ELEMENTS = 4 << 20
+_CHUNK_ELEMENTS = 1 << 20
 # GGUF architecture -> Hugging Face model type.
 _MODEL_TYPES = {
     "llama": "llama",
@@ -78,6 +79,8 @@ _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_
 class GGUFSource:
     """One .gguf file, memory mapped; tensors are dequantized as they are read."""
 
+    is_mapped = False  # most are copies
+
     def __init__(self, path: Path) -> None:
         metadata = read_gguf_metadata(path, "general.")
         arch = str(metadata.get("general.architecture"))
@@ -104,25 +107,29 @@ class GGUFSource:
                 self._sources[hf_name] = name
                 self.shapes[hf_name] = hf_shape
 
-    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._tensors.items():
             shape = tuple(int(n) for n in reversed(tensor.shape))
             renamed = self._renamed(name, shape)
             if not renamed:
                 continue
-            values = dequantize(tensor.data, tensor.tensor_type).view(shape)
+            values = dequantize(tensor.data, tensor.tensor_type, dtype).view(shape)
             if len(renamed) > 1:
                 yield from ((hf, part) for (hf, _), part in zip(renamed, values, strict=True))
+                del values
             else:
-                yield renamed[0][0], self._reordered(name, values)
+                whole = [self._reordered(name, values)]
+                del values
+                yield renamed[0][0], whole.pop()  # the only reference: the reader may free it
+            release_pages(tensor.data.ctypes.data, tensor.data.nbytes)
 
     def sample(self, name: str) -> bytes:
         tensor = self._tensors[self._sources[name]]
         flat = tensor.data.reshape(-1).view(np.uint8)
         starts = (0, flat.size // 2, max(0, flat.size - 64))
-        return tensor.tensor_type.name.encode() + b"".join(
-            flat[start : start + 64].tobytes() for start in starts
-        )
+        pieces = [flat[start : start + 64].tobytes() for start in starts]
+        release_pages(tensor.data.ctypes.data, tensor.data.nbytes)  # it maps many around one
+        return tensor.tensor_type.name.encode() + b"".join(pieces)
 
     def _renamed(self, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
         """Hugging Face names and shapes of a tensor: many for a tensor of experts."""
@@ -269,8 +276,10 @@ class _TensorReader(gguf.GGUFReader):
 # ---------------------------------------------------------------- dequantization
 
 
-def dequantize(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> torch.Tensor:
-    """Values of a tensor in float32, or in its own dtype if that is a float type of torch.
+def dequantize(
+    data: np.ndarray, kind: gguf.GGMLQuantizationType, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Values of a tensor in `dtype`, or in its own if that is a float type of torch.
 
     The common kinds are unpacked by torch, five times faster than by the `gguf` package, which
     does all others. Raises ModelError for a kind that it does not know."""
@@ -281,13 +290,15 @@ def dequantize(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> torch.Tenso
         return torch.from_numpy(data.view(np.int16)).view(torch.bfloat16)
     block_size, type_size = gguf.GGML_QUANT_SIZES[kind]
     rows = data.reshape(-1, data.shape[-1])
-    out = torch.empty(rows.shape[0], rows.shape[1] // type_size * block_size)
+    out = torch.empty(rows.shape[0], rows.shape[1] // type_size * block_size, dtype=dtype)
     step = max(1, _CHUNK_ELEMENTS // out.shape[1])
     for start in range(0, rows.shape[0], step):
         part = rows[start : start + step]
         if kind in _UNPACK:
             blocks = torch.from_numpy(part.reshape(-1, type_size))
-            _UNPACK[kind](blocks, out[start : start + step].view(-1, block_size))
+            values = torch.empty(blocks.shape[0], block_size)
+            _UNPACK[kind](blocks, values)
+            out[start : start + step] = values.view(part.shape[0], -1)
         else:
             try:
                 out[start : start + step] = torch.from_numpy(gguf.dequantize(part, kind))

@@ -1,7 +1,8 @@
 """From model files to a Decoder.
 
 Every parameter is allocated once, in its final dtype and fused shape, and each tensor of the
-checkpoint is copied into its rows. A tensor that is missing, unexpected or of another shape is
+checkpoint is copied into its rows; what is quantised or packed takes its place as soon as it is
+whole. A tensor that is missing, unexpected or of another shape is
 refused by name; nothing is ever left at random.
 """
 
@@ -9,7 +10,9 @@ import hashlib
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,6 +26,7 @@ from engine.model.config import ModelConfig, parse_config
 from engine.model.decoder import Decoder
 from engine.model.fp8_weights import BlockFp8Source, is_block_fp8
 from engine.model.gguf_weights import GGUFSource
+from engine.model.host_memory import freeing_at_once
 from engine.model.layers import (
     ACTIVATION_FUNCTIONS,
     Experts,
@@ -77,10 +81,11 @@ def load_model(
     shard.check_heads(config.num_heads, config.num_kv_heads)
     where = torch.device(device)
     chosen = choose_dtype(dtype, where)
-    with torch.inference_mode():
+    with torch.inference_mode(), freeing_at_once():
         allocation = _Allocation(config, chosen, where, shard)
-        _fill(allocation.targets, source, config, progress)
-        allocation.finish(source.norms_include_offset, quantization)
+        allocation.plan(quantization)
+        _fill(allocation, source, config, progress)
+        allocation.finish(source.norms_include_offset)
     return Decoder(
         config,
         allocation.weights,
@@ -179,16 +184,19 @@ def choose_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
 
 
 def _fill(
-    targets: dict[str, Target],
+    allocation: "_Allocation",
     source: WeightSource,
     config: ModelConfig,
     progress: Callable[[str], None] | None,
 ) -> None:
     """Copies every tensor of the source into its target."""
+    targets = allocation.targets
     ignored = ["lm_head.weight"] if config.tie_word_embeddings else []
     names = {name: _canonical(name) for name in source.shapes}
     wanted = {name: own for name, own in names.items() if own in targets}
     _refuse("missing", set(targets) - set(wanted.values()))
+    owns = Counter(wanted.values())
+    _refuse("given twice", {name for name, own in wanted.items() if owns[own] > 1})
     mtp_layers = range(config.num_layers, config.num_layers + config.num_mtp_layers)
     prefixes = tuple(f"model.layers.{i}." for i in mtp_layers)
     surplus = {
@@ -205,12 +213,14 @@ def _fill(
             )
     total = sum(part.num_own for part in targets.values())
     done = reported = 0
-    for name, tensor in source.read():
+    for name, tensor in source.read(allocation.dtype):
         if name not in wanted:
             continue
         own_part = targets[wanted[name]]
-        own_part.fill(tensor)
+        own_part.fill(tensor, source.is_mapped)
         done += own_part.num_own
+        del own_part, tensor  # they hold memory that `filled` may free
+        allocation.filled(wanted[name])
         step = done * _PROGRESS_STEPS // total
         if progress is not None and step > reported:
             reported = step
@@ -231,6 +241,17 @@ def _refuse(what: str, names: set[str]) -> None:
         raise ModelError(f"checkpoint: {count} {what}: {first}{more}")
 
 
+@dataclass(slots=True)
+class _Replacement:
+    """A plain projection that will give way to a quantised or packed one, as soon as the last of
+    its tensors is there: a whole model of plain ones never exists."""
+
+    owner: Any
+    field: str
+    make: Callable[[Linear], Projection]
+    missing: set[str]  # tensors
+
+
 class _Allocation:
     """Empty parameters of one rank's part of a model, and under which names a checkpoint fills
     them: `targets` maps each Hugging Face tensor name to what it is copied into."""
@@ -239,17 +260,18 @@ class _Allocation:
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: Shard
     ) -> None:
         self._config = config
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._shard = shard
         self._norms: list[Norm] = []
+        self._tensors_of: dict[int, set[str]] = {}  # of a linear, by its id
+        self._replacements: dict[str, _Replacement] = {}  # by tensor
         self.targets: dict[str, Target] = {}
         vocabulary, hidden = shard.vocabulary(config.vocab_size), whole(config.hidden_size)
         embedding = self._linear({"model.embed_tokens": vocabulary}, hidden, False)
         head = embedding
         if not config.tie_word_embeddings:
             head = self._linear({"lm_head": vocabulary}, hidden, False)
-        self._head = head
         self.weights = Weights(
             embedding=embedding.weight,
             layers=[self._layer(i) for i in range(config.num_layers)],
@@ -257,36 +279,54 @@ class _Allocation:
             head=head,
         )
 
-    def finish(self, norms_include_offset: bool, quantization: Quantization) -> None:
-        """After filling: adds norms' offsets and quantises or packs weights, each new one taking
-        the place of the plain one."""
-        if self._config.family.norm_offset and not norms_include_offset:
-            for norm in self._norms:
-                norm.weight += 1
-        self.targets.clear()
+    def plan(self, quantization: Quantization) -> None:
+        """Which projections are quantised or packed; a router of experts stays as it is."""
         if quantization != "none":
             self._replace(lambda linear: quantised(linear, quantization))
             # Every logit is read off the head: four bits there cost more than all other layers'.
-            self.weights.head = quantised(self._head, "int8", expects_many_rows=False)
-        elif can_pack(self._dtype, self._device):
+            self._replace_later(
+                self.weights,
+                "head",
+                lambda head: quantised(head, "int8", expects_many_rows=False),
+            )
+        elif can_pack(self.dtype, self._device):
             self._replace(packed)
-            self.weights.head = packed(self._head)
+            self._replace_later(self.weights, "head", packed)
+
+    def filled(self, name: str) -> None:
+        """A tensor is in its target, which is not needed any more."""
+        del self.targets[name]
+        replacement = self._replacements.pop(name, None)
+        if replacement is None:
+            return
+        replacement.missing.discard(name)
+        if not replacement.missing:
+            owner, field = replacement.owner, replacement.field
+            setattr(owner, field, replacement.make(getattr(owner, field)))
+
+    def finish(self, norms_include_offset: bool) -> None:
+        """After filling: adds norms' offsets."""
+        if self._config.family.norm_offset and not norms_include_offset:
+            for norm in self._norms:
+                norm.weight += 1
 
     def _replace(self, make: Callable[[Linear], Projection]) -> None:
-        """Of the layers' projections; a router of experts stays as it is."""
-
-        def replace(owner: Any, *names: str) -> None:
-            for name in names:
-                if (linear := getattr(owner, name)) is not None:
-                    setattr(owner, name, make(linear))
-
         for layer in self.weights.layers:
-            replace(layer.attention, *layer.attention.projections)
+            for field in layer.attention.projections:
+                self._replace_later(layer.attention, field, make)
             for mlp in layer.mlp.mlps():
-                replace(mlp, "gate_up", "down")
+                self._replace_later(mlp, "gate_up", make)
+                self._replace_later(mlp, "down", make)
+
+    def _replace_later(self, owner: Any, field: str, make: Callable[[Linear], Projection]) -> None:
+        linear = getattr(owner, field)
+        if linear is not None:
+            names = self._tensors_of[id(linear)]
+            replacement = _Replacement(owner, field, make, set(names))
+            self._replacements |= dict.fromkeys(names, replacement)
 
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self._device)
 
     def _norm(self, name: str, size: int, eps: float | None = None) -> Norm:
         # 1 + weight does not fit into a narrow type.
@@ -319,6 +359,10 @@ class _Allocation:
             elif has_bias:
                 self.targets[f"{name}.bias"] = Target((axis.size,), [])
             start = own.stop
+        names = {f"{name}.weight" for name in outputs}
+        if has_bias:
+            names |= {f"{name}.bias" for name in outputs}
+        self._tensors_of[id(linear)] = names
         return linear
 
     def _layer(self, index: int) -> Layer:

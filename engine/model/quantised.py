@@ -9,6 +9,7 @@ the model's dtype for the one product, one matrix at a time. `TiledLinear` is th
 `engine.native` is; the other two are torch's own.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -22,6 +23,7 @@ from engine.model.layers import Linear, Projection
 Quantization = Literal["none", "int8", "int4"]
 
 INT4_GROUP = 32
+_CHUNK_ELEMENTS = 1 << 18  # of a weight that are quantised at once
 _TILE = 64  # output channels that a kernel reads as one piece
 _INT8_KERNEL_ROWS = 8
 # torch's int8 kernel for bfloat16 reads past the end of rows that this does not divide.
@@ -129,14 +131,31 @@ def quantised(
     if not has_native:
         return _int4(linear) if is_int4 else _int8(linear)
     kind: Literal["int8", "int4"] = "int4" if is_int4 else "int8"
-    values, scales = (_int4_values if is_int4 else _int8_values)(linear.weight)
-    tiles = values.view(-1, _TILE, num_inputs // 2, 2).transpose(1, 2)
-    if is_int4:
-        tiles = tiles[..., 0] | tiles[..., 1] << 4
-        scales = scales.unflatten(0, (-1, _TILE)).permute(0, 2, 3, 1)
-    tiles, scales = tiles.contiguous(), scales.contiguous()
+    tiles, scales = _tiled(linear.weight, is_int4)
     read = native.Weight(kind, tiles, scales, linear.bias, num_inputs, num_outputs)
     return TiledLinear(read, scales, linear.bias, wide)
+
+
+def _tiled(weight: torch.Tensor, is_int4: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tiles and scales as `native.Weight` has them, some rows at a time."""
+    num_outputs, num_inputs = weight.shape
+    shape = (num_outputs // _TILE, num_inputs // 2, _TILE)
+    if is_int4:
+        tiles = torch.empty(shape, dtype=torch.uint8)
+    else:
+        tiles = torch.empty((*shape, 2), dtype=torch.int8)
+    all_scales = []
+    for rows in _row_chunks(weight):
+        values, scales = (_int4_values if is_int4 else _int8_values)(weight[rows])
+        part = values.view(-1, _TILE, num_inputs // 2, 2).transpose(1, 2)
+        start = rows.start // _TILE
+        into = tiles[start : start + len(part)]
+        into.copy_(part[..., 0] | part[..., 1] << 4 if is_int4 else part)
+        all_scales.append(scales)
+    scales = torch.cat(all_scales)
+    if is_int4:
+        scales = scales.unflatten(0, (-1, _TILE)).permute(0, 2, 3, 1)
+    return tiles, scales.contiguous()
 
 
 def _int8(linear: Linear) -> Int8Linear:
@@ -145,11 +164,20 @@ def _int8(linear: Linear) -> Int8Linear:
 
 def _int8_values(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """int8 `[out, in]` and scales `[out]`."""
-    wide = weight.float()
-    # Rounded to the narrow type first: what is stored is what the values are rounded against.
-    scales = (wide.abs().amax(dim=1) / 127).clamp_min(1e-10).to(weight.dtype)
-    values = (wide / scales.float().unsqueeze(1)).round_().clamp_(-127, 127)
-    return values.to(torch.int8), scales
+    values = torch.empty_like(weight, dtype=torch.int8)
+    scales = weight.new_empty(weight.shape[0])
+    for rows in _row_chunks(weight):
+        wide = weight[rows].to(torch.float32, copy=True)
+        # Rounded to the narrow type first: what is stored is what the values are rounded against.
+        scales[rows] = (wide.abs().amax(dim=1) / 127).clamp_min(1e-10)
+        values[rows] = wide.div_(scales[rows].float().unsqueeze(1)).round_().clamp_(-127, 127)
+    return values, scales
+
+
+def _row_chunks(weight: torch.Tensor) -> Iterator[slice]:
+    """Whole tiles. Float32 copies of a whole matrix would be most of a load's peak."""
+    step = max(_TILE, _CHUNK_ELEMENTS // weight.shape[1] // _TILE * _TILE)
+    return (slice(start, start + step) for start in range(0, weight.shape[0], step))
 
 
 def _int4(linear: Linear) -> Int4Linear:
@@ -164,13 +192,17 @@ def _int4(linear: Linear) -> Int4Linear:
 
 def _int4_values(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """uint8 `[out, in]` below 16, and `[out, in / group, 2]`: scale and midpoint."""
-    groups = weight.float().unflatten(1, (-1, INT4_GROUP))
-    low, high = groups.aminmax(dim=-1)
-    scales = ((high - low) / 15).clamp_min(1e-10)
-    scales_midpoints = torch.stack((scales, low + 8 * scales), dim=-1).to(weight.dtype)
-    scales, midpoints = scales_midpoints.float().unsqueeze(-2).unbind(-1)
-    values = ((groups - midpoints) / scales + 8).round_().clamp_(0, 15).to(torch.uint8)
-    return values.view(weight.shape), scales_midpoints
+    values = torch.empty_like(weight, dtype=torch.uint8)
+    scales_midpoints = weight.new_empty(weight.shape[0], weight.shape[1] // INT4_GROUP, 2)
+    for rows in _row_chunks(weight):
+        groups = weight[rows].to(torch.float32, copy=True).unflatten(1, (-1, INT4_GROUP))
+        low, high = groups.aminmax(dim=-1)
+        scales = ((high - low) / 15).clamp_min(1e-10)
+        scales_midpoints[rows] = torch.stack((scales, low + 8 * scales), dim=-1).to(weight.dtype)
+        scales, midpoints = scales_midpoints[rows].float().unsqueeze(-2).unbind(-1)
+        groups.sub_(midpoints).div_(scales).add_(8).round_().clamp_(0, 15)
+        values[rows] = groups.flatten(1).to(torch.uint8)
+    return values, scales_midpoints
 
 
 def _tiles(values: torch.Tensor) -> torch.Tensor:

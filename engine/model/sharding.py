@@ -22,10 +22,12 @@ from dataclasses import dataclass
 import torch
 
 from core.errors import ModelError
+from engine.model.host_memory import release_pages
 
 # Cuts between features fall on edges of int4's groups; two such slices, gate's and up's, fill the
 # tiles of the native kernels.
 _EDGE = 32
+_CHUNK_BYTES = 4 << 20  # of a mapped file that are resident at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +120,19 @@ class Target:
     def num_own(self) -> int:
         return sum(view.numel() for view, _ in self.pieces)
 
-    def fill(self, tensor: torch.Tensor) -> None:
-        """Of a memory-mapped tensor only the pieces are read."""
+    def fill(self, tensor: torch.Tensor, is_mapped: bool = False) -> None:
+        """Of a memory-mapped tensor only the pieces are read, and their pages are given back
+        behind the reading."""
         for view, index in self.pieces:
-            view.copy_(tensor[index])
+            piece = tensor[index]
+            if not is_mapped:
+                view.copy_(piece)
+                continue
+            step = max(1, _CHUNK_BYTES // piece[0].nbytes)
+            for into, rows in zip(view.split(step), piece.split(step), strict=True):
+                into.copy_(rows)
+                if rows.is_contiguous():
+                    release_pages(rows.data_ptr(), rows.nbytes)
 
 
 def target(parameter: torch.Tensor, *axes: Axis) -> Target:

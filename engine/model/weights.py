@@ -13,9 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from core.errors import ModelError
-
-# A mapped file counts as resident memory while it is open: reopen after so many bytes.
-_REOPEN_BYTES = 256 << 20
+from engine.model.host_memory import release_pages
 
 
 class WeightSource(Protocol):
@@ -24,9 +22,11 @@ class WeightSource(Protocol):
     config: dict[str, Any]  # as config.json has it
     shapes: dict[str, tuple[int, ...]]  # of every tensor
     norms_include_offset: bool  # a family's 1 + weight is stored as the sum
+    is_mapped: bool  # tensors are parts of a mapped file
 
-    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor once, in the order of the file; valid until the next is asked for."""
+    def read(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor once, in the order of the file; valid until the next is asked for. What
+        has to be computed comes in `dtype`, all else as it is stored."""
         ...
 
     def sample(self, name: str) -> bytes:
@@ -38,6 +38,7 @@ class SafetensorsSource:
     """A folder of `*.safetensors` files, memory mapped."""
 
     norms_include_offset = False
+    is_mapped = True
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
         self.config = config
@@ -55,19 +56,14 @@ class SafetensorsSource:
         if not self._files:
             raise ModelError(f"{path}: no *.safetensors file")
 
-    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         for file in sorted(set(self._files.values())):
             with _opened(file) as handle:
-                names = list(handle.offset_keys())
-            while names:
-                done = 0
-                with _opened(file) as handle:
-                    while names and done < _REOPEN_BYTES:
-                        name = names.pop(0)
-                        tensor = handle.get_tensor(name)
-                        done += tensor.nbytes
-                        yield name, tensor
-                        del tensor
+                for name in handle.offset_keys():
+                    tensor = handle.get_tensor(name)
+                    yield name, tensor
+                    release_pages(tensor.data_ptr(), tensor.nbytes)
+                    del tensor
 
     def sample(self, name: str) -> bytes:
         shape = self.shapes[name]

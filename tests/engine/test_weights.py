@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from core.errors import ModelError
 from core.model_files import ModelFiles
 from engine.model import weights
+from engine.model.host_memory import release_pages
 from engine.model.load import fingerprint, load_model
 from support.tiny_models import (
     PagedRunner,
@@ -32,16 +33,31 @@ def edit_weights(files: ModelFiles, *, drop: str = "", **added: torch.Tensor) ->
     save_file({**tensors, **added}, path)
 
 
-def test_shards_equal_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_equal_one_file(tmp_path: Path) -> None:
     model = make_tiny("llama")
     single = save_tiny(model, tmp_path / "single")
     sharded = save_tiny(model, tmp_path / "sharded", max_shard_size="60KB")
     assert len(list(sharded.path.glob("*.safetensors"))) > 2
-    expected = logits_of(single)
-    assert torch.equal(logits_of(sharded), expected)
-    # Files are opened again after so many bytes; nothing is read twice or left out.
-    monkeypatch.setattr(weights, "_REOPEN_BYTES", 10_000)
-    assert torch.equal(logits_of(single), expected)
+    assert torch.equal(logits_of(sharded), logits_of(single))
+
+
+def test_pages_that_were_read_are_given_back_and_neighbours_stay(tmp_path: Path) -> None:
+    """Once for each tensor; what is read again comes from the file again."""
+    save_file({"a": torch.arange(5000.0), "b": torch.arange(7000.0)}, tmp_path / "m.safetensors")
+    with weights._opened(tmp_path / "m.safetensors") as handle:
+        first, second = handle.get_tensor("a"), handle.get_tensor("b")
+        release_pages(first.data_ptr(), first.nbytes)
+        assert torch.equal(second, torch.arange(7000.0))
+        assert torch.equal(first, torch.arange(5000.0))
+
+
+def test_a_tensor_that_comes_twice_is_named(tmp_path: Path) -> None:
+    files = save_tiny(make_tiny("gemma3"), tmp_path)
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensor = load_file(files.path / "model.safetensors")[name]
+    edit_weights(files, **{f"language_model.{name}": tensor.clone()})
+    with pytest.raises(ModelError, match=rf"given twice: language_model\.{name}, {name}"):
+        load_model(files)
 
 
 @pytest.mark.parametrize("tied", [True, False])
