@@ -108,6 +108,19 @@ class KVTransferConfig(_Section):
     transport: Literal["auto", "nixl", "grpc"] = "auto"
     lease_seconds: Annotated[float, Field(gt=0, le=3600)] = 30.0
     checksum: bool = True
+    # Of KV over gRPC. zstd loses nothing; int8 rounds bfloat16 KV and changes outputs a little.
+    compression: Literal["none", "zstd", "int8"] = "none"
+
+    @model_validator(mode="after")
+    def _can_compress(self) -> "KVTransferConfig":
+        if self.compression != "none" and self.transport == "nixl":
+            raise _KeyedError(("compression",), "expected none with transport: nixl")
+        if self.compression == "int8" and self.checksum:
+            raise _KeyedError(
+                ("compression",),
+                "expected checksum: false with int8: what arrives is not what was summed up",
+            )
+        return self
 
 
 class SloConfig(_Section):

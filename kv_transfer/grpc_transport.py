@@ -20,8 +20,18 @@ from kv_transfer.base import (
     check_block_ids,
     check_pieces,
 )
+from kv_transfer.encoding import Encoding
 from kv_transfer.memory import keep_freed_memory
-from kv_transfer.wire import PIECE_BYTES, Writer, data_of, groups, reader, runs, serialized
+from kv_transfer.wire import (
+    ENCODED_TAG,
+    PIECE_BYTES,
+    Writer,
+    data_of,
+    groups,
+    reader,
+    runs,
+    serialized,
+)
 from rpc import worker_pb2 as pb
 from rpc import worker_pb2_grpc
 from rpc.channel import make_channel
@@ -63,9 +73,27 @@ async def stream_blocks(
         if len(request.spans_of) != len(ids) or max(request.spans_of, default=0) >= len(kinds):
             raise HandoverError("spans asked for and blocks do not match")
         spans = [kinds[kind] for kind in request.spans_of]
+    encoding = _encoding_of(request, kv_cache)
     read = reader(kv_cache)
-    for group in groups(runs(ids, size, spans), piece_bytes):
-        yield serialized(read(group))
+    for group in groups(runs(ids, size, spans), encoding.piece_bytes(piece_bytes)):
+        parts = read(group)
+        if encoding.name == "none":
+            yield serialized(parts)
+        else:
+            encoded = await asyncio.to_thread(encoding.encode, b"".join(parts))
+            yield serialized([encoded], ENCODED_TAG)
+
+
+def _encoding_of(request: pb.PullRequest, kv_cache: torch.Tensor) -> Encoding:
+    item = kv_cache.itemsize
+    match request.encoding:
+        case "" | "none":
+            return Encoding()
+        case "zstd":
+            return Encoding("zstd", item)
+        case "int8" if kv_cache.dtype == torch.bfloat16 and request.row_bytes >= item:
+            return Encoding("int8", item, request.row_bytes)
+    raise HandoverError(f"KV in {kv_cache.dtype} cannot be sent as {request.encoding}")
 
 
 @dataclass(slots=True)
@@ -85,8 +113,16 @@ class GrpcTransfer(KVTransfer):
 
     name = "grpc"
 
-    def __init__(self, kv_cache: torch.Tensor, *, stall_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        kv_cache: torch.Tensor,
+        *,
+        stall_s: float = 10.0,
+        encoding: Encoding | None = None,
+    ) -> None:
+        """`encoding`: how pieces are asked for; whole by default."""
         self.kv_cache = kv_cache
+        self._encoding = encoding or Encoding()
         self._block_bytes = block_bytes(kv_cache)
         self._stall_s = stall_s
         self._connections: dict[str, _Connection] = {}
@@ -113,7 +149,11 @@ class GrpcTransfer(KVTransfer):
         if not local_block_ids:
             return
         request = pb.PullRequest(
-            request_id=request_id, incarnation=peer.incarnation, block_ids=remote_block_ids
+            request_id=request_id,
+            incarnation=peer.incarnation,
+            block_ids=remote_block_ids,
+            encoding=self._encoding.name,
+            row_bytes=self._encoding.row_bytes,
         )
         spans = None
         if pieces is not None:
@@ -124,7 +164,7 @@ class GrpcTransfer(KVTransfer):
         call = self._method(peer)(request)
         try:
             while (message := await self._next(call, peer)) is not None:
-                writer.write(_data_of(message), peer.worker_id)
+                writer.write(await self._data_of(message), peer.worker_id)
             writer.finish(peer.worker_id)
         except grpc.aio.AioRpcError as error:
             raise HandoverError(error_from_rpc(error, peer.worker_id).message) from error
@@ -138,6 +178,14 @@ class GrpcTransfer(KVTransfer):
         finally:
             call.cancel()
         self._pulled_from.add((peer.worker_id, peer.incarnation))
+
+    async def _data_of(self, message: bytes) -> memoryview:
+        if (data := data_of(message)) is not None:
+            return data
+        if (encoded := data_of(message, ENCODED_TAG)) is not None and self._encoding.name != "none":
+            most = self._encoding.piece_bytes(PIECE_BYTES)
+            return await asyncio.to_thread(self._encoding.decode, encoded, most)
+        return memoryview(pb.KvPiece.FromString(message).data)
 
     async def _next(self, call: grpc.aio.UnaryStreamCall, peer: Peer) -> bytes | None:
         try:
@@ -189,8 +237,3 @@ def _ask_for_pieces(request: pb.PullRequest, pieces: Sequence[Pieces]) -> None:
                 offsets=[read for read, _, _ in kind], lengths=[length for _, _, length in kind]
             )
         request.spans_of.append(kinds[kind])
-
-
-def _data_of(message: bytes) -> memoryview:
-    data = data_of(message)
-    return memoryview(pb.KvPiece.FromString(message).data) if data is None else data

@@ -8,6 +8,7 @@ import torch
 
 from core.errors import ConfigError, IncompatiblePeerError
 from kv_transfer.base import KVTransfer
+from kv_transfer.encoding import Compression, Encoding
 from kv_transfer.grpc_transport import GrpcTransfer
 from kv_transfer.nixl_transport import NixlTransfer
 
@@ -18,11 +19,21 @@ _PREFERENCE = ("nixl", "grpc")  # fastest first
 
 
 def make_transports(
-    transport: Transport, kv_cache: torch.Tensor, worker_id: str, incarnation: str
+    transport: Transport,
+    kv_cache: torch.Tensor,
+    worker_id: str,
+    incarnation: str,
+    compression: Compression = "none",
+    row_bytes: int = 1,
 ) -> dict[str, KVTransfer]:
     """The transports of a worker by name, ready for use; the caller closes them. `auto` makes
-    all that work here and warns about NIXL if it does not. Raises ConfigError if the one that
-    was asked for does not work."""
+    all that work here and warns about NIXL if it does not. `compression` is gRPC's, `row_bytes`
+    those of one token of one head. Raises ConfigError if what was asked for does not work."""
+    if compression == "int8" and kv_cache.dtype != torch.bfloat16:
+        raise ConfigError(
+            f"kv_transfer.compression: int8 is for KV in bfloat16, on {worker_id} it is in "
+            f"{str(kv_cache.dtype).removeprefix('torch.')}"
+        )
     made: dict[str, KVTransfer] = {}
     if transport in ("auto", "nixl"):
         try:
@@ -34,7 +45,8 @@ def make_transports(
                 ) from error
             logger.warning("KV goes over gRPC, NIXL cannot be used here: %s", _why(error))
     if transport in ("auto", "grpc"):
-        made["grpc"] = GrpcTransfer(kv_cache)
+        encoding = Encoding(compression, kv_cache.itemsize, row_bytes)
+        made["grpc"] = GrpcTransfer(kv_cache, encoding=encoding)
     return made
 
 

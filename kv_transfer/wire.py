@@ -15,7 +15,9 @@ from kv_transfer.cuda_stage import CudaStage
 from kv_transfer.memory import flat_bytes
 
 PIECE_BYTES = 1 << 20
-DATA_TAG = 0x0A  # KvPiece.data: field 1, length-delimited
+# Fields of KvPiece, length-delimited.
+DATA_TAG = 0x0A  # data, field 1
+ENCODED_TAG = 0x12  # encoded, field 2
 
 # A range of bytes: offset and length in one block; start and end, excluded, in the flat cache.
 Span = tuple[int, int]
@@ -54,10 +56,10 @@ def groups(spans: list[Span], piece_bytes: int) -> Iterator[list[Span]]:
         yield group
 
 
-def serialized(parts: list[memoryview]) -> bytes:
-    """A `KvPiece` whose data are `parts`, joined: one copy in all."""
+def serialized(parts: Sequence[memoryview | bytes], tag: int = DATA_TAG) -> bytes:
+    """A `KvPiece` whose one field is `parts`, joined: one copy in all."""
     length = sum(map(len, parts))
-    header = bytearray((DATA_TAG,))
+    header = bytearray((tag,))
     while length > 0x7F:
         header.append(length & 0x7F | 0x80)
         length >>= 7
@@ -65,9 +67,9 @@ def serialized(parts: list[memoryview]) -> bytes:
     return b"".join([header, *parts])
 
 
-def data_of(message: bytes) -> memoryview | None:
-    """`KvPiece.data` of a serialized message in its usual form, one field; None for others."""
-    if not message or message[0] != DATA_TAG:
+def data_of(message: bytes, tag: int = DATA_TAG) -> memoryview | None:
+    """The field of a serialized `KvPiece` that has no other; None for other messages."""
+    if not message or message[0] != tag:
         return None
     length = shift = 0
     for position in range(1, min(len(message), 6)):

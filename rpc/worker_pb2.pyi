@@ -586,18 +586,22 @@ class ReleaseResponse(_message.Message):
     def __init__(self, pinned: _Optional[bool] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("request_id", "incarnation", "block_ids", "spans", "spans_of")
+    __slots__ = ("request_id", "incarnation", "block_ids", "spans", "spans_of", "encoding", "row_bytes")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     SPANS_OF_FIELD_NUMBER: _ClassVar[int]
+    ENCODING_FIELD_NUMBER: _ClassVar[int]
+    ROW_BYTES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     incarnation: str
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     spans: _containers.RepeatedCompositeFieldContainer[KvSpans]
     spans_of: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., spans: _Optional[_Iterable[_Union[KvSpans, _Mapping]]] = ..., spans_of: _Optional[_Iterable[int]] = ...) -> None: ...
+    encoding: str
+    row_bytes: int
+    def __init__(self, request_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., spans: _Optional[_Iterable[_Union[KvSpans, _Mapping]]] = ..., spans_of: _Optional[_Iterable[int]] = ..., encoding: _Optional[str] = ..., row_bytes: _Optional[int] = ...) -> None: ...
 
 class KvSpans(_message.Message):
     __slots__ = ("offsets", "lengths")
@@ -608,10 +612,12 @@ class KvSpans(_message.Message):
     def __init__(self, offsets: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KvPiece(_message.Message):
-    __slots__ = ("data",)
+    __slots__ = ("data", "encoded")
     DATA_FIELD_NUMBER: _ClassVar[int]
+    ENCODED_FIELD_NUMBER: _ClassVar[int]
     data: bytes
-    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+    encoded: bytes
+    def __init__(self, data: _Optional[bytes] = ..., encoded: _Optional[bytes] = ...) -> None: ...
 
 class GetRankInfoRequest(_message.Message):
     __slots__ = ()

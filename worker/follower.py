@@ -84,13 +84,15 @@ class FollowerWorker:
         settings = self.settings
         if settings.role is Role.COLOCATED:
             return
+        shape = kv_shape(self._model, settings)
         self._transports = make_transports(
             settings.config.kv_transfer.transport,
             self.kv_cache,
             worker_id=f"{settings.worker_id}/{self.rank}",
             incarnation=self.incarnation,
+            compression=settings.config.kv_transfer.compression,
+            row_bytes=shape.row_bytes,
         )
-        shape = kv_shape(self._model, settings)
         rank = KVRank(self.kv_cache, shape, self._transports, self.rank)
         add_kv_service(FollowerKvService(rank, self.incarnation), self.server)
         worker_pb2_grpc.add_KvRankServiceServicer_to_server(

@@ -118,6 +118,8 @@ class WorkerRuntime:
                 self.engine.kv_cache,
                 worker_id=settings.worker_id,
                 incarnation=self.incarnation,
+                compression=settings.config.kv_transfer.compression,
+                row_bytes=self._kv_shape.row_bytes,
             )
             await self._gather_kv_ranks()
 

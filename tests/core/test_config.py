@@ -86,6 +86,14 @@ def test_wrong_keys(text, message):
             "router: {embeddings: mean}",
             "c.yaml:4: router.embeddings: expected null with pools.colocated",
         ),
+        (
+            "model: a\nkv_transfer: {compression: int8}",
+            "c.yaml:2: kv_transfer.compression: expected checksum: false with int8",
+        ),
+        (
+            "model: a\nkv_transfer: {compression: zstd, transport: nixl}",
+            "c.yaml:2: kv_transfer.compression: expected none with transport: nixl",
+        ),
         ("model: a\nmode: both", "c.yaml:2: mode: expected 'disaggregated' or 'colocated'"),
         (
             "model: a\nengine:\n  quantization: int3",

@@ -3,15 +3,20 @@
 import asyncio
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import torch
 
 from core.errors import CorruptBlockError, HandoverError
+from kv_transfer.base import Peer
 from kv_transfer.checksum import block_checksums, compare
-from kv_transfer.grpc_transport import GrpcTransfer, _data_of, stream_blocks
-from kv_transfer.wire import serialized
+from kv_transfer.encoding import Encoding
+from kv_transfer.grpc_transport import GrpcTransfer, add_kv_service, stream_blocks
+from kv_transfer.wire import ENCODED_TAG, data_of, serialized
 from rpc import worker_pb2 as pb
+from rpc import worker_pb2_grpc
+from rpc.channel import make_server
 
 NUM_BLOCKS, SIZE = 96, 64 * 1024
 IDS = list(range(NUM_BLOCKS))
@@ -130,16 +135,114 @@ async def test_bfloat16_blocks_travel_bit_by_bit(transfer):
     assert b"".join(pieces) == cache[[1, 0]].view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize("size", [0, 1, 127, 128, 1 << 14, 1 << 20])
+@pytest.mark.parametrize("size", [1, 127, 128, 1 << 14, 1 << 20])
 def test_piece_data_without_parsing(size):
     data = np.random.default_rng(size).bytes(size)
     message = pb.KvPiece(data=data).SerializeToString()
-    assert _data_of(message) == data
-    if size:  # protobuf leaves out what is empty
-        half = memoryview(data)[: size // 2]
-        assert serialized([half, memoryview(data)[size // 2 :]]) == message
+    half = memoryview(data)[: size // 2]
+    assert serialized([half, memoryview(data)[size // 2 :]]) == message
+    assert data_of(message) == data
+    assert data_of(pb.KvPiece(encoded=data).SerializeToString(), ENCODED_TAG) == data
 
 
-def test_piece_data_with_a_field_of_the_future():
-    unknown = b"\x12\x03abc"  # field 2
-    assert _data_of(pb.KvPiece(data=b"data").SerializeToString() + unknown) == b"data"
+@pytest.mark.parametrize(
+    "message",
+    [b"", b"\x0a", b"\x0a\x05abc", b"\x0a\x03abc\x12\x01x", b"\x12\x03abc", b"\x0a\xff\xff\xff"],
+)
+async def test_other_messages_are_parsed(message):
+    assert data_of(message) is None
+
+
+async def test_piece_data_with_a_field_of_the_future(transfer):
+    unknown = b"\x1a\x03abc"  # field 3
+    message = pb.KvPiece(data=b"data").SerializeToString() + unknown
+    assert await transfer._data_of(message) == b"data"
+
+
+# ------------------------------------------------------------------ encodings
+
+
+def bf16(count: int, row: int = 64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(count)
+    spread = torch.rand(count, 1, generator=generator) * 8 - 4
+    rows = torch.randn(count, row, generator=generator) * torch.exp(spread)
+    return rows.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("item", [1, 2, 4])
+@pytest.mark.parametrize("size", [0, 1, 1000, 1 << 20])
+def test_zstd_loses_nothing(item, size):
+    encoding = Encoding("zstd", item)
+    data = bf16(size // 128 + 1).view(torch.uint8).numpy().tobytes()[:size]
+    encoded = encoding.encode(data)
+    assert bytes(encoding.decode(memoryview(encoded), 1 << 20)) == data
+    if size > 1000 and item == 2:
+        assert len(encoded) < 0.9 * size
+
+
+def test_int8_errs_by_half_a_step_of_its_row():
+    rows = bf16(300)
+    rows[7] = 0
+    encoding = Encoding("int8", 2, 128)
+    encoded = encoding.encode(rows.view(torch.uint8).numpy().tobytes())
+    assert len(encoded) < 0.55 * rows.nbytes
+    data = bytearray(encoding.decode(memoryview(encoded), rows.nbytes))
+    found = torch.frombuffer(data, dtype=torch.bfloat16).view(-1, 64).float()
+    largest = rows.float().abs().amax(dim=1, keepdim=True)
+    # Half a step, and the rounding of what arrives to bfloat16.
+    bound = largest / 254 + found.abs() / 256
+    error = (found - rows.float()).abs()
+    assert (error <= bound).all() and error.max() > 0
+
+
+@pytest.mark.parametrize("name", ["zstd", "int8"])
+@pytest.mark.parametrize("change", ["shorter", "longer", "garbage", "bomb"])
+def test_a_broken_encoding_is_an_error(name, change):
+    encoding = Encoding(name, 2, 128)
+    good = encoding.encode(bf16(40).view(torch.uint8).numpy().tobytes())
+    bad = {"shorter": good[:-9], "longer": good + b"x", "garbage": b"\x07" * 50, "bomb": good}
+    if name == "zstd" and change == "longer":
+        return  # a frame that ends early is whole
+    most = 100 if change == "bomb" else 1 << 20
+    with pytest.raises(HandoverError, match="cannot be decoded"):
+        encoding.decode(memoryview(bad[change]), most)
+
+
+@pytest.mark.parametrize("name", ["zstd", "int8"])
+async def test_encoded_blocks_arrive(name):
+    """Over a real connection, in pieces of whole rows; bit by bit with zstd."""
+    cache = bf16(6 * 300, 48).view(6, 300, 48)
+    server, address = await serving(cache)
+    target = torch.zeros_like(cache)
+    transfer = GrpcTransfer(target, encoding=Encoding(name, 2, 96))
+    try:
+        await transfer.pull(Peer("p", "a", address, b""), "r", [5, 0, 3], [1, 2, 4])
+    finally:
+        await transfer.close()
+        await server.stop(0)
+    arrived, sent_rows = target[[1, 2, 4]].float(), cache[[5, 0, 3]].float()
+    if name == "zstd":
+        assert torch.equal(arrived, sent_rows)
+    else:
+        bound = sent_rows.abs().amax(dim=-1, keepdim=True) / 254 + arrived.abs() / 256
+        assert ((arrived - sent_rows).abs() <= bound).all()
+    assert target[[0, 3, 5]].count_nonzero() == 0
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("int8", torch.float32), ("lzma", torch.bfloat16)])
+async def test_an_encoding_that_the_sender_cannot_make_is_refused(name, dtype):
+    with pytest.raises(HandoverError, match=f"cannot be sent as {name}"):
+        await sent(torch.zeros(4, 100, dtype=dtype), block_ids=[0], encoding=name, row_bytes=4)
+
+
+async def serving(cache: torch.Tensor) -> tuple[grpc.aio.Server, str]:
+    class Service(worker_pb2_grpc.KvServiceServicer):
+        async def Pull(self, request, context):
+            async for piece in stream_blocks(cache, request, 10_000):
+                yield piece
+
+    server = make_server()
+    add_kv_service(Service(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    return server, f"127.0.0.1:{port}"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from core.config import Config
-from core.errors import CorruptBlockError
+from core.errors import ConfigError, CorruptBlockError
 from support.pair import Pair, disturb, prompt, request, running_pair, tiny_config
 from support.tiny_models import VOCAB, make_tiny, save_tiny
 
@@ -84,6 +84,34 @@ async def test_a_flipped_byte_in_a_piece_is_never_decoded(
         await pair.wait_idle()
         shim.after = None
         assert (await pair.generate(request(prompt(40)))).error is None
+
+
+async def test_compressed_on_the_wire(tiny_model_dir: Path) -> None:
+    """zstd with checksums, and between blocks of different sizes."""
+    configs = []
+    for size in (16, 8):
+        config = over("grpc", tiny_config(tiny_model_dir, block_size=size))
+        transfer = config.kv_transfer.model_copy(update={"compression": "zstd"})
+        configs.append(config.model_copy(update={"kv_transfer": transfer}))
+    async with running_pair(*configs) as pair:
+        handed, alone = await generate_both(pair, 50)
+        assert handed == alone
+        await pair.wait_idle()
+
+
+async def test_int8_on_the_wire_needs_bfloat16(tiny_model_dir: Path) -> None:
+    config = over("grpc", tiny_config(tiny_model_dir))
+    lossy = {"compression": "int8", "checksum": False}
+    transfer = config.kv_transfer.model_copy(update=lossy)
+    config = config.model_copy(update={"kv_transfer": transfer})
+    with pytest.raises(ConfigError, match="int8 is for KV in bfloat16, .* it is in float32"):
+        async with running_pair(config):
+            pass
+    config = over("grpc", tiny_config(tiny_model_dir, kv_cache_dtype="bf16"))
+    async with running_pair(config.model_copy(update={"kv_transfer": transfer})) as pair:
+        handed, _ = await generate_both(pair, 50)
+        assert len(handed) == 12
+        await pair.wait_idle()
 
 
 # ------------------------------------------------------------------ latents, sliding windows
