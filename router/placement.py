@@ -15,9 +15,9 @@ from router.policy import (
     Speeds,
     best_pair,
     best_worker,
-    colocated_seconds,
     decode_seconds,
     hand_over_seconds,
+    local_cost,
     own_prefill_seconds,
     prefill_cost,
     prefill_seconds,
@@ -142,7 +142,7 @@ class Placer:
         ]
         if not able:
             return cost, pair
-        alone = best_worker(able, colocated_seconds, demand)
+        alone = best_worker(able, local_cost, demand)
         together_s = (
             prefill_cost(p.load, demand)
             + decode_seconds(d.load, demand)

@@ -123,11 +123,16 @@ def blocks_needed(load: Load, demand: Demand) -> int:
     return -(-(expected - load.cached_tokens) // demand.block_size)
 
 
-def colocated_seconds(load: Load, demand: Demand) -> float:
-    """Of a worker that prefills for itself: its queue, its batch, and what the prompt takes from
-    all who decode beside it, together."""
+def colocated_cost(load: Load, demand: Demand) -> float:
+    """Of a worker that prefills for itself."""
+    return prefill_cost(load, demand) + decode_seconds(load, demand)
+
+
+def local_cost(load: Load, demand: Demand) -> float:
+    """Of a decode worker that prefills for once: also what the prompt takes from all who decode
+    beside it, together, since they were promised that no prompt would."""
     stall_s = own_prefill_seconds(load, demand) * load.num_requests
-    return prefill_cost(load, demand) + decode_seconds(load, demand) + stall_s
+    return colocated_cost(load, demand) + stall_s
 
 
 def hand_over_seconds(prefill: Load, decode: Load, demand: Demand, bandwidth: float) -> float:
@@ -171,7 +176,7 @@ def nothing(prefill: Load, decode: Load, demand: Demand, bandwidth: float) -> fl
 
 
 POLICIES = {
-    "kv_aware": Policy(prefill_cost, decode_seconds, colocated_seconds, hand_over_seconds, True),
+    "kv_aware": Policy(prefill_cost, decode_seconds, colocated_cost, hand_over_seconds, True),
     "least_loaded": Policy(queue, requests, requests, nothing),
     "round_robin": Policy(turn, turn, turn, nothing),
     "session": Policy(lot, lot, lot, nothing),

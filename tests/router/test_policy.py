@@ -14,9 +14,10 @@ from router.policy import (
     Speeds,
     best_pair,
     best_worker,
-    colocated_seconds,
+    colocated_cost,
     decode_seconds,
     hand_over_seconds,
+    local_cost,
     prefill_seconds,
 )
 from router.prefix_index import PrefixIndex
@@ -133,10 +134,11 @@ def test_a_slow_wire_goes_to_the_decode_worker_that_has_the_prefix():
     assert pair([IDLE], [IDLE, IDLE._replace(cached_tokens=144, num_requests=60)], wires) == (0, 0)
 
 
-def test_colocated_weighs_queue_batch_and_what_it_takes_from_others():
+def test_colocated_weighs_queue_and_batch_and_a_guest_what_it_takes_from_others():
     own, each = 0.160, 0.021 + 0.009
     busy = IDLE._replace(num_requests=9)
-    assert colocated_seconds(busy, DEMAND) == pytest.approx(1.1 * own + 64 * each + 9 * own)
+    assert colocated_cost(busy, DEMAND) == pytest.approx(1.1 * own + 64 * each)
+    assert local_cost(busy, DEMAND) == pytest.approx(1.1 * own + 64 * each + 9 * own)
     assert choose("colocated", IDLE, IDLE._replace(cached_tokens=128)) == 1
     assert choose("colocated", IDLE._replace(queued_tokens=5000), IDLE) == 1
 
