@@ -16,7 +16,7 @@ from router.fair_queue import FairQueue, Ticket
 
 _MAX_WAIT_S = 60.0
 _RECHECK_S = 0.1  # a worker may have room without saying so
-_PLACED_WITHIN_S = 0.05
+_PLACED_WITHIN_S = 0.005  # unless nobody is there to place it on
 _RATE_WINDOW_S = 10.0
 _RATE_SAMPLES = 512
 _RATE_AFTER_S = 0.25  # of a queue that was never empty, to know how fast it moves

@@ -12,6 +12,7 @@ import pytest
 from core.errors import OverloadedError
 from router.fair_queue import FairQueue
 from router.turnstile import Estimate, Turnstile
+from rpc.worker_pb2 import KvBlockCounts
 from support.fake_workers import FakeWorker, eventually
 from support.router import Running, running
 from support.virtual_time import run_virtual
@@ -319,6 +320,32 @@ async def test_users_take_turns_and_priority_decides_within_one():
         assert served(router)[5:] == ["a early", "b 1", "a 1", "a 2", "a late"]
         assert waiting(router) == 0
         await router.idle()
+
+
+async def test_requests_wait_here_while_the_workers_have_enough(router):
+    prefill, decode = router.worker("prefill-0"), router.worker("decode-0")
+
+    async def waits_until(worker: FakeWorker, busy: dict, idle: dict, blocks: int = 0) -> None:
+        worker.status.kv_blocks.CopyFrom(KvBlockCounts(total=256, free=256 - blocks, held=blocks))
+        worker.report(**busy)
+        ours = router.server.registry.workers[worker.id]
+        await eventually(lambda: ours.status == worker.status)
+        task = ask(router, "hello")
+        await eventually(lambda: waiting(router) == 1)
+        await asyncio.sleep(0.15)  # it looks again by itself
+        assert waiting(router) == 1 and not task.done()
+        worker.status.kv_blocks.CopyFrom(KvBlockCounts(total=256, free=256))
+        worker.report(**idle)
+        assert (await task).status_code == 200
+
+    idle = {"requests_running": 0, "waiting_prefill_tokens": 0}
+    # Two seconds of prompts, at the speed that is guessed before one is measured.
+    await waits_until(prefill, {"requests_running": 2, "waiting_prefill_tokens": 4000}, idle)
+    # No block is free, and a batch that is full with those that wait for their turn in it.
+    await waits_until(decode, {"requests_running": 3}, idle, blocks=256)
+    await waits_until(decode, {"requests_running": 70, "requests_waiting": 10}, {
+        "requests_running": 60, "requests_waiting": 0,
+    })  # fmt: skip
 
 
 async def test_clients_that_leave_the_queue_are_never_placed():
