@@ -132,6 +132,10 @@ def check_room(config: Config, pool: str, model_path: Path, available_bytes: int
 
 
 def _worker_bytes(config: Config, pool: str, model_path: Path, kv: int) -> int:
-    """Its ranks share the weights; each has KV blocks and an interpreter of its own."""
+    """Its ranks share the weights; each has KV blocks and an interpreter of its own, and takes no
+    more than its budget."""
     ranks = config.pools.named(pool).tensor_parallel_size
+    budget = config.engine_for(pool).memory_budget
+    if budget is not None:
+        return ranks * budget
     return pool_weights_bytes(config, pool, model_path) + ranks * (kv + WORKER_OVERHEAD_BYTES)

@@ -1,5 +1,6 @@
 """One YAML file describes a deployment. Errors name the key, the line and what was expected."""
 
+import re
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,9 +76,23 @@ class EngineConfig(_Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # Of a GPU's memory: what weights, KV blocks and a step may take together.
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    # Of a process: what weights, KV blocks and a step may take together; None: no limit of its own.
+    memory_budget: Annotated[int, Field(ge=1 << 28)] | None = None
     attention: Literal["auto", "torch", "flashinfer"] = "auto"
     cuda_graphs: Literal["auto", "off"] = "auto"
     speculative: SpeculativeConfig | None = None
+
+    @field_validator("memory_budget", mode="before")
+    @classmethod
+    def _in_bytes(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", value)
+        if match is None:
+            raise ValueError("expected bytes, or a size like 6 GiB or 800 MB")
+        unit = match[2] or ""
+        base = 1024 if unit.endswith("i") else 1000
+        return int(float(match[1]) * base ** " KMGT".index(unit[:1] or " "))
 
     @field_validator("cuda_graphs", mode="before")
     @classmethod
@@ -204,6 +219,11 @@ class Config(_Section):
     def _pools_agree(self) -> "Config":
         for name in ("prefill", "decode", "colocated"):
             self.engine_for(name)
+            if self.draft_model_of(name) and self.pools.named(name).tensor_parallel_size > 1:
+                raise _KeyedError(
+                    ("pools", name, "tensor_parallel_size"),
+                    "expected 1 with speculative.method draft_model: the draft model has no ranks",
+                )
         if self.mode == "disaggregated":
             for key in _ALIKE_IN_POOLS:
                 values = {name: getattr(self.engine_for(name), key) for name in _PAIR}

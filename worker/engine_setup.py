@@ -21,6 +21,7 @@ from engine.model.decoder import Decoder
 from engine.model.load import load_model
 from engine.parallel import RankGroup, TensorParallel
 from kv_transfer.layout import KVShape
+from worker import memory_budget
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ def build_engine(
     ModelError and RankLostError."""
     config = settings.engine
     device = choose_device(config)
+    if config.memory_budget is not None and device == "cpu" and ranks is None:
+        memory_budget.require_room_for_weights(files, settings.config.dtype, config)
     model = _load(files, settings, device, progress, ranks)
     draft = load_draft(settings, files, model, device, progress)
     # A prefill worker never decodes, and ranks would have to replay together.
@@ -113,14 +116,26 @@ def _num_blocks(
 ) -> int:
     """As many as every rank has room for."""
     config, device = settings.engine, choose_device(settings.engine)
-    num_blocks = config.num_kv_blocks
-    if num_blocks is None:
-        if device == "cuda":
+    num_blocks, memory = config.num_kv_blocks, None
+    if device == "cuda":
+        if num_blocks is None:
             progress("measuring what a step takes")
             memory = gpu_kv_memory(model, config, wants_graphs)
-        else:
-            memory = settings.kv_memory_bytes or default_kv_memory()
+    elif config.memory_budget is not None:
+        progress("measuring what a step takes")
+        memory_budget.begin_measuring()
+        cache_bytes = run_largest_step(model, config, torch.device(device))
+        memory = memory_budget.kv_memory(model, draft, config, cache_bytes)
+    elif num_blocks is None:
+        memory = settings.kv_memory_bytes or default_kv_memory()
+    if num_blocks is None:
+        assert memory is not None
         num_blocks = blocks_in(memory, model, config, draft)
+    elif memory is not None and num_blocks * block_bytes(model, config, draft) > memory:
+        raise ModelError(
+            f"engine.num_kv_blocks: {num_blocks} do not fit into engine.memory_budget, which "
+            f"leaves room for {max(0, memory) // block_bytes(model, config, draft)}"
+        )
     if ranks is not None:
         num_blocks = ranks.least(num_blocks)
     megabytes = num_blocks * block_bytes(model, config, draft) / 1e6
@@ -150,6 +165,7 @@ def load_draft(
         max_model_len=config.max_model_len,
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
+        attention=config.attention,
     )
     sizes = draft.config.vocab_size, target.config.vocab_size
     logger.info("draft model %s, %d of %d token ids", files.name, *sizes)
@@ -202,7 +218,8 @@ def blocks_in(
     if num_blocks * config.block_size < min(max_len, _FEWEST_TOKENS):
         raise ModelError(
             f"{memory / 1e6:.0f} MB for the KV cache hold only {num_blocks} blocks of "
-            f"{size / 1e6:.2f} MB; free memory, or set engine.max_model_len"
+            f"{size / 1e6:.2f} MB; free memory, or set engine.max_model_len, or raise "
+            "engine.memory_budget if it is set"
         )
     return num_blocks
 
@@ -219,11 +236,12 @@ class GpuMemory:
     reserved: int  # by torch in this process, used or not
     peak: int  # allocated by torch in this process at the height of the largest step
 
-    def kv_budget(self, utilization: float, set_aside: int) -> int:
+    def kv_budget(self, utilization: float, set_aside: int, own_limit: int | None = None) -> int:
         """What is left for KV blocks; others on the same device and what CUDA itself takes count
-        as used. May be negative."""
+        as used. May be negative. `own_limit`: what this process may take, whatever is free."""
         outside = self.total - self.free - self.reserved
-        return int(self.total * utilization) - outside - self.peak - set_aside
+        own = int(self.total * utilization) - outside
+        return min(own, own_limit or own) - self.peak - set_aside
 
 
 def gpu_kv_memory(model: Decoder, config: EngineConfig, has_graphs: bool) -> int:
@@ -247,7 +265,7 @@ def gpu_kv_memory(model: Decoder, config: EngineConfig, has_graphs: bool) -> int
     set_aside = _SAMPLER_COPIES * logits
     if has_graphs:
         set_aside += logits + BYTES_PER_SIZE * len(graph_sizes(config.max_num_seqs))
-    budget = memory.kv_budget(config.gpu_memory_utilization, set_aside)
+    budget = memory.kv_budget(config.gpu_memory_utilization, set_aside, config.memory_budget)
     logger.info(
         "GPU memory: %.1f GB, %.1f GB taken by model and largest step, %.1f GB for KV blocks",
         total / 1e9, peak / 1e9, budget / 1e9,

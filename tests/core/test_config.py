@@ -2,7 +2,7 @@
 
 import pytest
 
-from core.config import load_config, parse_config
+from core.config import EngineConfig, load_config, parse_config
 from core.errors import ConfigError
 
 
@@ -118,6 +118,15 @@ def test_wrong_keys(text, message):
         (
             "model: a\nengine:\n  speculative: {method: ngram, prompt_lookup_min: 9}",
             "c.yaml:3: engine.speculative.prompt_lookup_min: expected at most prompt_lookup_max",
+        ),
+        (
+            "model: a\nengine:\n  memory_budget: 6 GiBi",
+            "c.yaml:3: engine.memory_budget: expected bytes, or a size like 6 GiB or 800 MB, got",
+        ),
+        (
+            "model: a\nengine: {speculative: {method: draft_model, model: b}}\n"
+            "pools:\n  decode: {tensor_parallel_size: 2}",
+            "c.yaml:4: pools.decode.tensor_parallel_size: expected 1 with speculative.method draft",
         ),
         ("model: 5", "c.yaml:1: model: expected a valid string, got 5"),
         ("model: ''", "c.yaml:1: model: "),
@@ -263,3 +272,18 @@ def test_files(tmp_path):
     with pytest.raises(ConfigError, match=f"^{path}:1: modell: unknown key"):
         path.write_text("modell: a\nmodel: b", encoding="utf-8")
         load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("6 GiB", 6 << 30),
+        ("1.5GiB", 3 << 29),
+        ("800 MB", 800_000_000),
+        ("5000000000", 5 * 10**9),
+        (5 << 30, 5 << 30),
+        (None, None),
+    ],
+)
+def test_a_memory_budget_has_units(text, size):
+    assert EngineConfig(memory_budget=text).memory_budget == size
