@@ -27,6 +27,8 @@ class BlockFp8Source(SafetensorsSource):
     """Looks like the checkpoint that was quantised. Holds the scales while it is read: a number
     for each block."""
 
+    is_mapped = False  # most are copies
+
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
         quantization = config["quantization_config"]
         super().__init__(path, {k: v for k, v in config.items() if k != "quantization_config"})
@@ -44,17 +46,18 @@ class BlockFp8Source(SafetensorsSource):
                     f"tensor {name} has shape {list(found)}, expected {list(expected)}"
                 )
 
-    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         scales = self._scales(self._scale_names)
-        for name, tensor in super().read():
+        for name, tensor in super().read(dtype):
             if name in self._scale_names:
                 continue
             scale = scales.pop(f"{name}{_SCALE}", None)
-            if tensor.dtype == torch.float8_e4m3fn:
-                if scale is None:
-                    raise ModelError(f"checkpoint: 1 tensor is missing: {name}{_SCALE}")
-                tensor = widened(tensor, scale, self._block)
-            yield name, tensor
+            if tensor.dtype != torch.float8_e4m3fn:
+                yield name, tensor
+            elif scale is None:
+                raise ModelError(f"checkpoint: 1 tensor is missing: {name}{_SCALE}")
+            else:
+                yield name, widened(tensor, scale, self._block, dtype)
 
     def sample(self, name: str) -> bytes:
         described = super().sample(name)
@@ -72,12 +75,14 @@ class BlockFp8Source(SafetensorsSource):
         return scales
 
 
-def widened(stored: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """float8 `[rows, columns]` and a scale a block -> float32. One row of blocks at a time."""
-    out = torch.empty(stored.shape, dtype=torch.float32)
+def widened(
+    stored: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """float8 `[rows, columns]` and a scale a block. One row of blocks at a time."""
+    out = torch.empty(stored.shape, dtype=dtype)
     columns = stored.shape[1]
     for i, start in enumerate(range(0, stored.shape[0], block[0])):
         by_column = scales[i].float().repeat_interleave(block[1])[:columns]
         rows = slice(start, start + block[0])
-        torch.mul(stored[rows].float(), by_column, out=out[rows])
+        out[rows] = stored[rows].float().mul_(by_column)
     return out

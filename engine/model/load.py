@@ -113,13 +113,15 @@ def random_model(
     generator = torch.Generator(where).manual_seed(0)
     with torch.inference_mode():
         allocation = _Allocation(config, chosen, where, Shard())
-        for own_part in allocation.targets.values():
-            for view, _ in own_part.pieces:
+        allocation.plan("none")
+        for name in list(allocation.targets):
+            for view, _ in allocation.targets[name].pieces:
                 if view.dim() == 1:  # of a norm, or a bias
                     view.fill_(1.0)
                 else:
                     view.normal_(0.0, _RANDOM_STD, generator=generator)
-        allocation.finish(norms_include_offset=True, quantization="none")
+            allocation.filled(name)
+        allocation.finish(norms_include_offset=True)
     return Decoder(
         config,
         allocation.weights,
