@@ -29,7 +29,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("clients")
     template = folder / "tools.jinja"
     template.write_text(TEMPLATE)
-    settings = ("dtype=float32", "engine.num_kv_blocks=512", f"router.chat_template={template}")
+    settings = (
+        "dtype=float32",
+        "engine.num_kv_blocks=512",
+        "router.embeddings=mean",
+        f"router.chat_template={template}",
+    )
     with deployment("local.yaml", folder / "up.log", settings) as live:
         yield live
         live.wait_idle()

@@ -117,6 +117,26 @@ def test_json_mode(chat: Callable[..., Any]) -> None:
         assert str(error.completion.choices[0].message.content).startswith("{")
 
 
+def test_embeddings(server: Live) -> None:
+    """Of texts, in base64, as they are sent by default; nearer for what means the same."""
+    import langchain_openai
+
+    embeddings = langchain_openai.OpenAIEmbeddings(
+        base_url=f"{server.url}/v1", api_key="none", model=MODEL, check_embedding_ctx_length=False
+    )
+    cat, kitten, tax = embeddings.embed_documents(
+        ["A cat sleeps on the sofa.", "A kitten naps on the couch.", "Tax law, section 12(b)."]
+    )
+    assert len(cat) == 576
+    assert sum(x * x for x in cat) == pytest.approx(1.0, abs=1e-5)
+
+    def nearness(a: list[float], b: list[float]) -> float:
+        return sum(x * y for x, y in zip(a, b, strict=True))
+
+    assert nearness(cat, kitten) > nearness(cat, tax)
+    assert embeddings.embed_query("A cat sleeps on the sofa.") == pytest.approx(cat, abs=1e-4)
+
+
 def test_errors_are_those_of_the_api(chat: Callable[..., Any]) -> None:
     with pytest.raises(openai.NotFoundError):
         chat(model="other").invoke("x")

@@ -40,6 +40,7 @@ async def streamed(router: Running, **fields: object) -> dict:
 @pytest.mark.parametrize("prompt", [PROMPT, IDS])
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
 async def test_echo_scores_the_prompt_and_what_follows(router, prompt, max_tokens):
+    """V33: ids and text, streamed and not; the first entry is null, offsets index the text."""
     fields = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": max_tokens}
     body = await router.complete(**fields)
     choice = body["choices"][0]

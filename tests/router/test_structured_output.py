@@ -77,6 +77,7 @@ def test_nothing_asked_for_is_no_grammar(fields):
     ],
 )
 def test_what_is_no_grammar_is_refused_by_name(fields, param):
+    """V35: as far as that needs no compiler."""
     with pytest.raises(RequestError) as caught:
         wish(**fields)
     assert caught.value.param == param and len(caught.value.message) < 500
@@ -97,6 +98,7 @@ async def test_both_legs_get_the_grammar_and_the_last_letter_is_shown():
 
 
 async def test_a_workers_refusal_is_the_clients_400_and_is_not_tried_again():
+    """V35."""
     async with running() as router:
         refusal = RequestError("the grammar is refused: foo", param="structured_outputs")
         router.worker("prefill-0").next_fault = lambda: Fault("error", 0, refusal)
