@@ -9,7 +9,7 @@ import base64
 import json
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -38,7 +38,6 @@ _AT_ONCE = 16
 _NEUTRAL: Neutral = {
     "add_special_tokens": (True,),
     "dimensions": (),
-    "priority": (0,),
     "truncate_prompt_tokens": (),
 }
 
@@ -61,7 +60,9 @@ class EmbeddingBody(StrictBody):
     ]
     encoding_format: Literal["float", "base64"] | None = None
     user: Short | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None  # as in a completion
+    # As in a completion.
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ def embedding_routes(frontend: Frontend, config: RouterConfig) -> APIRouter:
                 param="input",
                 code="context_length_exceeded",
             )
+        caller = replace(caller, user=body.user or "", priority=body.priority or 0)
         return body, _Job(prompts, pooling, body.cache_salt or "", caller)
 
     @router.post("/embeddings", openapi_extra=documented(EmbeddingBody, frontend.model_name))

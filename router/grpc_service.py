@@ -190,6 +190,7 @@ def _common(request: Request) -> dict[str, Any]:
         "logit_bias": {str(key): value for key, value in request.logit_bias.items()},
         "min_tokens": request.min_tokens,
         "cache_salt": request.cache_salt,
+        "priority": request.priority,
     }
     if request.HasField("seed"):
         # The body's seed is signed; the same 64 bits either way.

@@ -347,7 +347,7 @@ def test_every_shared_field_reaches_the_chat():
         "temperature": 0.5, "top_p": 0.5, "seed": 3, "stop": ["a"], "top_k": 4, "min_p": 0.1,
         "presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.5,
         "ignore_eos": True, "min_tokens": 2, "stop_token_ids": [5], "cache_salt": "s",
-        "structured_outputs": {"regex": "a"}, "user": "u", "stream": True,
+        "structured_outputs": {"regex": "a"}, "user": "u", "stream": True, "priority": -3,
     }  # fmt: skip
     chat = chat_of(parse_response({"input": "x", "max_output_tokens": 7, **fields}))
     for name, value in fields.items():
