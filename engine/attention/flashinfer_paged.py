@@ -63,10 +63,12 @@ def why_not(kv_cache: torch.Tensor, kv_format: KVFormat | LatentFormat) -> str:
         return "the GPU is older than compute capability 8.0"
     if kv_format.compute_dtype not in (torch.float16, torch.bfloat16):
         return f"it does not compute in {str(kv_format.compute_dtype).removeprefix('torch.')}"
-    if kv_cache.dtype != kv_format.compute_dtype:
+    is_fp8 = kv_format.name == "fp8_e4m3" and kv_cache.shape[-1] % 16 == 0
+    if not is_fp8 and kv_cache.dtype != kv_format.compute_dtype:
         return f"it does not read blocks of kv_cache_dtype {kv_format.name} in a model like this"
-    if kv_cache.shape[-1] not in _HEAD_DIMS:
-        return f"it has no kernels for a head dimension of {kv_cache.shape[-1]}"
+    head_dim = kv_format.head_dim(kv_cache.shape[-1])
+    if head_dim not in _HEAD_DIMS:
+        return f"it has no kernels for a head dimension of {head_dim}"
     return ""
 
 
@@ -99,16 +101,19 @@ class FlashInferAttention(AttentionBackend):
 
     def __init__(
         self,
-        kv_cache: torch.Tensor,  # [blocks, layers, 2, kv_heads, block_size, head_dim]
+        kv_cache: torch.Tensor,  # [blocks, layers, 2, kv_heads, block_size, row]
         num_heads: int,
         layers: Sequence[AttentionLayer],
         library: Any,
-        dtype: torch.dtype,
+        kv_format: KVFormat,
     ) -> None:
-        """`library`: the module flashinfer. `dtype`: of queries, keys and values."""
-        self._cache, self._library, self._dtype = kv_cache, library, dtype
+        """`library`: the module flashinfer."""
+        self._cache, self._library, self._format = kv_cache, library, kv_format
         self._num_heads, self._device = num_heads, kv_cache.device
-        _, _, _, self._num_kv_heads, self._block_size, self._head_dim = kv_cache.shape
+        _, _, _, self._num_kv_heads, self._block_size, row = kv_cache.shape
+        self._head_dim = kv_format.head_dim(row)
+        # fp8: the kernels take each row's own scale beside the values.
+        self._has_scales = kv_format.name == "fp8_e4m3"
         self._kinds = list(dict.fromkeys(_kind(layer) for layer in layers))
         # The library wants zeros.
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
@@ -202,13 +207,16 @@ class FlashInferAttention(AttentionBackend):
 
     def _options(self, kind: _Kind) -> dict[str, Any]:
         window, softcap, scale = kind
-        return {
+        options = {
             "window_left": -1 if window is None else window - 1,
             "logits_soft_cap": softcap or 0.0,
             "sm_scale": scale,
-            "q_data_type": self._dtype,
+            "q_data_type": self._format.compute_dtype,
             "kv_data_type": self._cache.dtype,
         }
+        if self._has_scales:
+            options |= {"kv_data_type": torch.float8_e4m3fn, "use_token_head_sf": True}
+        return options
 
     def _host(self, values: list[int]) -> torch.Tensor:
         """On the host, where plans are made; pinned, since a copy of it goes to the GPU."""
@@ -228,16 +236,21 @@ class FlashInferAttention(AttentionBackend):
         value: torch.Tensor,
     ) -> torch.Tensor:
         keys, values = self._cache[:, layer.index, 0], self._cache[:, layer.index, 1]
-        keys[self._block_ids, :, self._slots] = key
-        values[self._block_ids, :, self._slots] = value
-        kind, split = _kind(layer), self._num_decodes
+        keys[self._block_ids, :, self._slots] = self._format.encode(key)
+        values[self._block_ids, :, self._slots] = self._format.encode(value)
+        more: dict[str, Any] = {}
+        if self._has_scales:
+            keys, key_scales = self._format.split(keys)
+            values, value_scales = self._format.split(values)
+            more["kv_cache_sf"] = (key_scales.squeeze(-1), value_scales.squeeze(-1))
+        cache, kind, split = (keys, values), _kind(layer), self._num_decodes
         if split == query.shape[0]:
-            return self._decodes[kind].run(query, (keys, values))
+            return self._decodes[kind].run(query, cache, **more)
         if split == 0:
-            return self._prefills[kind].run(query, (keys, values))
+            return self._prefills[kind].run(query, cache, **more)
         out = torch.empty(query.shape, dtype=query.dtype, device=self._device)
-        self._decodes[kind].run(query[:split], (keys, values), out=out[:split])
-        self._prefills[kind].run(query[split:], (keys, values), out=out[split:])
+        self._decodes[kind].run(query[:split], cache, out=out[:split], **more)
+        self._prefills[kind].run(query[split:], cache, out=out[split:], **more)
         return out
 
 

@@ -12,6 +12,7 @@ import torch
 KVCacheDtype = Literal["auto", "bf16", "int8", "fp8_e4m3"]
 
 _SCALE_BYTES = 4
+PADDING_OF_16 = 12  # with it a row is a multiple of 16 bytes if the head dimension is
 # (type of the stored bytes, the largest number that it holds)
 _QUANTISED = {"int8": (torch.int8, 127.0), "fp8_e4m3": (torch.float8_e4m3fn, 448.0)}
 
@@ -23,6 +24,7 @@ class KVFormat:
 
     name: KVCacheDtype
     compute_dtype: torch.dtype
+    padding: int = 0  # bytes behind a row's scale: a GPU's kernels load 16 bytes at once
 
     @property
     def storage_dtype(self) -> torch.dtype:
@@ -32,10 +34,14 @@ class KVFormat:
 
     def row_size(self, head_dim: int) -> int:
         """Elements of the storage dtype in a row."""
-        return head_dim + (_SCALE_BYTES if self.name in _QUANTISED else 0)
+        return head_dim + self._overhead
 
     def head_dim(self, row_size: int) -> int:
-        return row_size - (_SCALE_BYTES if self.name in _QUANTISED else 0)
+        return row_size - self._overhead
+
+    @property
+    def _overhead(self) -> int:
+        return _SCALE_BYTES + self.padding if self.name in _QUANTISED else 0
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., head_dim]` -> `[..., row_size]`"""
@@ -47,18 +53,27 @@ class KVFormat:
         values = x / scales
         if dtype == torch.int8:
             values = values.round_()
-        return torch.cat((values.to(dtype).view(torch.uint8), scales.view(torch.uint8)), dim=-1)
+        parts = [values.to(dtype).view(torch.uint8), scales.view(torch.uint8)]
+        if self.padding:
+            parts.append(parts[0].new_zeros(*x.shape[:-1], self.padding))
+        return torch.cat(parts, dim=-1)
 
     def decode(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., row_size]` -> `[..., head_dim]`"""
         if self.name not in _QUANTISED:
             return rows.to(self.compute_dtype)
         dtype, _ = _QUANTISED[self.name]
-        values = rows[..., :-_SCALE_BYTES].view(dtype)
-        scales = rows[..., -_SCALE_BYTES:].view(torch.float32)
+        values, scales = self.split(rows)
         if dtype == torch.int8:
             return (values * scales).to(self.compute_dtype)
         return (values.float() * scales).to(self.compute_dtype)
+
+    def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantised rows as views: values `[..., head_dim]`, float32 scales `[..., 1]`."""
+        dtype, _ = _QUANTISED[self.name]
+        at = self.head_dim(rows.shape[-1])
+        scales = rows[..., at : at + _SCALE_BYTES].view(torch.float32)
+        return rows[..., :at].view(dtype), scales
 
 
 @dataclass(frozen=True, slots=True)

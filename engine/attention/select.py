@@ -32,7 +32,8 @@ def make_backend(
         library = None if reason else flashinfer_paged.load()
         if library is not None:
             logger.info("attention: flashinfer %s", getattr(library, "__version__", ""))
-            return FlashInferAttention(kv_cache, num_heads, layers, library, kv_cache.dtype)
+            assert isinstance(kv_format, KVFormat)  # why_not has seen to it
+            return FlashInferAttention(kv_cache, num_heads, layers, library, kv_format)
         reason = reason or "it is not installed: pip install 'pdserve[gpu]'"
         if choice == "flashinfer":
             raise ModelError(f"engine.attention: flashinfer cannot be used: {reason}")

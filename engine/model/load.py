@@ -19,7 +19,7 @@ import torch
 
 from core.errors import ModelError
 from core.model_files import ModelFiles
-from engine.attention.kv_format import KVCacheDtype, KVFormat
+from engine.attention.kv_format import PADDING_OF_16, KVCacheDtype, KVFormat
 from engine.attention.select import AttentionChoice
 from engine.model.attention import LatentAttention, MultiHeadAttention
 from engine.model.config import ModelConfig, parse_config
@@ -93,7 +93,7 @@ def load_model(
         where,
         _fingerprint(source),
         quantization,
-        KVFormat(kv_cache_dtype, chosen),
+        _kv_format(kv_cache_dtype, chosen, where),
         attention,
         ranks,
     )
@@ -129,9 +129,14 @@ def random_model(
         where,
         "random",
         "none",
-        KVFormat(kv_cache_dtype, chosen),
+        _kv_format(kv_cache_dtype, chosen, where),
         attention,
     )
+
+
+def _kv_format(name: KVCacheDtype, dtype: torch.dtype, device: torch.device) -> KVFormat:
+    is_padded = name == "fp8_e4m3" and device.type == "cuda"  # FlashInfer reads it in place
+    return KVFormat(name, dtype, PADDING_OF_16 if is_padded else 0)
 
 
 def open_source(files: ModelFiles) -> WeightSource:

@@ -46,7 +46,9 @@ class Case:
 
 
 def flashinfer(cache: torch.Tensor, layers: list[AttentionLayer]) -> FlashInferAttention:
-    return FlashInferAttention(cache, HEADS, layers, fake_flashinfer, torch.float32)
+    return FlashInferAttention(
+        cache, HEADS, layers, fake_flashinfer, KVFormat("auto", torch.float32)
+    )
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -64,6 +66,30 @@ def test_equals_the_reference_backend(name, window, softcap):
     torch.testing.assert_close(outs[1], outs[0], atol=1e-5, rtol=1e-5)
     assert torch.equal(caches[1], caches[0])  # wrote its own slots and no other
     assert not torch.equal(caches[1], case.cache)
+
+
+@pytest.mark.parametrize("name", ["decodes at block edges", "everything"])
+def test_fp8_rows_are_read_in_place_with_their_scales(name):
+    case, dim = Case(*BATCHES[name]), 16
+    kv_format = KVFormat("fp8_e4m3", torch.float32, padding=12)
+    torch.manual_seed(1)
+    rows = kv_format.encode(torch.randn(*case.cache.shape[:-1], dim))
+    assert rows.shape[-1] == 32
+    q, k, v = torch.randn(len(case.qkv[0]), HEADS + 2 * KV_HEADS, dim).split(
+        [HEADS, KV_HEADS, KV_HEADS], dim=1
+    )
+    layer = AttentionLayer(1, 0.3, 9)
+    caches = [rows.clone(), rows.clone()]
+    backends = [
+        TorchPagedAttention(caches[0], HEADS, kv_format),
+        FlashInferAttention(caches[1], HEADS, [layer], fake_flashinfer, kv_format),
+    ]
+    outs = []
+    for backend in backends:
+        backend.plan(case.batch)
+        outs.append(backend.forward(layer, q, k, v))
+    torch.testing.assert_close(outs[1], outs[0], atol=1e-5, rtol=1e-5)
+    assert torch.equal(caches[1], caches[0])
 
 
 def test_layers_of_several_kinds_share_one_plan_a_kind():
@@ -155,6 +181,8 @@ def test_torch_is_taken_where_flashinfer_cannot_be(monkeypatch):
         (KVFormat("bf16", torch.bfloat16), 64, 2, ""),
         (KVFormat("bf16", torch.float16), 64, 2, "does not read blocks of kv_cache_dtype bf16"),
         (KVFormat("int8", torch.bfloat16), 128, 2, "does not read blocks of kv_cache_dtype int8"),
+        (KVFormat("fp8_e4m3", torch.bfloat16, padding=12), 128, 2, ""),
+        (KVFormat("fp8_e4m3", torch.bfloat16), 128, 2, "does not read blocks of kv_cache_dtype"),
         (KVFormat("auto", torch.float32), 128, 2, "does not compute in float32"),
         (KVFormat("auto", torch.bfloat16), 96, 2, "no kernels for a head dimension of 96"),
         (LatentFormat(KVFormat("auto", torch.bfloat16), 512), 576, 1, "latent attention"),

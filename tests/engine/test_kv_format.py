@@ -24,8 +24,9 @@ QUANTISED = ["int8", "fp8_e4m3"]
 
 @pytest.mark.parametrize("name", BOUNDS)
 @pytest.mark.parametrize("size", [1e-9, 1.0, 1e5])
-def test_a_row_comes_back_within_its_bound(name: Any, size: float) -> None:
-    kv_format = KVFormat(name, torch.float32)
+@pytest.mark.parametrize("padding", [0, 12])
+def test_a_row_comes_back_within_its_bound(name: Any, size: float, padding: int) -> None:
+    kv_format = KVFormat(name, torch.float32, padding)
     x = torch.randn(7, 3, 16, generator=torch.Generator().manual_seed(0)) * size
     x[..., 5] *= 20  # an outlier channel, as keys have
     rows = kv_format.encode(x)

@@ -89,16 +89,25 @@ def test_float32_tokens_are_those_of_the_cpu(temperature, device, tmp_path):
 
 @needs_flashinfer
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "mixtral"])
-def test_flashinfer_is_as_near_to_float32_as_torch_in_bfloat16(family, device, tmp_path):
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+def test_flashinfer_is_as_near_to_float32_as_torch_in_bfloat16(
+    family, kv_cache_dtype, device, tmp_path
+):
     files = save_tiny(make_tiny(family, **HEAD_DIM), tmp_path)
     ids = random_ids(sum(CHUNKS))
     exact = all_logits(load_model(files, "float32"), torch.device("cpu"), ids, CHUNKS)
     errors = {}
     for attention in ("torch", "flashinfer"):
-        model = load_model(files, "bfloat16", device=str(device), attention=attention)
+        model = load_model(
+            files,
+            "bfloat16",
+            device=str(device),
+            kv_cache_dtype=kv_cache_dtype,
+            attention=attention,
+        )
         found = all_logits(model, device, ids, CHUNKS)
         errors[attention] = (found - exact).abs().mean() / exact.abs().mean()
-    assert errors["torch"] < 0.05
+    assert errors["torch"] < (0.05 if kv_cache_dtype == "auto" else 0.2)
     assert errors["flashinfer"] < 1.5 * errors["torch"] + 1e-3
 
 
@@ -158,7 +167,6 @@ def test_graphs_on_and_off_are_equal(device, tmp_path):
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "int8", "bf16"])
 def test_a_quantised_kv_cache_has_the_cpus_bytes(kv_cache_dtype, device, tmp_path):
-    """So that a GPU may hand over to a CPU, and a checksum compare."""
     files = save_tiny(make_tiny("llama"), tmp_path)
     ids = random_ids(sum(CHUNKS))
     logits = []

@@ -19,16 +19,32 @@ class _Wrapper:
         self._softcap = options.pop("logits_soft_cap")
         self._scale = options.pop("sm_scale")
         self._dtypes = (options.pop("q_data_type"), options.pop("kv_data_type"))
+        self._has_scales = options.pop("use_token_head_sf", False)
+        assert self._has_scales == (self._dtypes[1] == torch.float8_e4m3fn)
         assert not options, options
         self.num_plans += 1
 
-    def _check(self, q: torch.Tensor, paged_kv_cache) -> tuple[torch.Tensor, torch.Tensor]:
+    def _check(
+        self, q: torch.Tensor, paged_kv_cache, kv_cache_sf
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values, scaled."""
         keys, values = paged_kv_cache
         assert (q.dtype, keys.dtype, values.dtype) == (self._dtypes[0], *self._dtypes[1:] * 2)
         assert keys.shape[1:] == values.shape[1:] == torch.Size(self._shape)
         # What the kernels demand of strides: alike, and a row in one piece.
         assert keys.stride() == values.stride() and keys.stride(-1) == q.stride(-1) == 1
-        return keys, values
+        assert (kv_cache_sf is not None) == self._has_scales
+        if kv_cache_sf is None:
+            return keys, values
+        # Rows are loaded 16 bytes at once; scales may lie anywhere.
+        assert all(stride % 16 == 0 for stride in keys.stride()[:-1])
+        assert keys.storage_offset() % 16 == values.storage_offset() % 16 == 0
+        for scales in kv_cache_sf:
+            assert scales.dtype == torch.float32 and scales.shape == keys.shape[:-1]
+        return tuple(
+            x.float() * scales.unsqueeze(-1)
+            for x, scales in zip(paged_kv_cache, kv_cache_sf, strict=True)
+        )
 
     def _attend(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor,
@@ -88,8 +104,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             self._buffers = tuple(part.clone() for part in parts)
         self._set(num_qo_heads, num_kv_heads, head_dim, page_size, options)
 
-    def run(self, q, paged_kv_cache, out=None):
-        keys, values = self._check(q, paged_kv_cache)
+    def run(self, q, paged_kv_cache, out=None, kv_cache_sf=None):
+        keys, values = self._check(q, paged_kv_cache, kv_cache_sf)
         indptr, indices, last = self._buffers
         assert len(q) == len(last)
         rows = [
@@ -113,8 +129,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         self._causal = causal
         self._set(num_qo_heads, num_kv_heads, head_dim_qk, page_size, options)
 
-    def run(self, q, paged_kv_cache, out=None):
-        keys, values = self._check(q, paged_kv_cache)
+    def run(self, q, paged_kv_cache, out=None, kv_cache_sf=None):
+        keys, values = self._check(q, paged_kv_cache, kv_cache_sf)
         queries, indptr, indices, last = self._parts
         assert len(q) == queries[-1]
         rows = [
