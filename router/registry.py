@@ -12,7 +12,7 @@ from core.errors import UnavailableError
 from core.kv_compatibility import differences
 from core.types import Role
 from router.prefix_index import PrefixIndex
-from router.worker import Worker
+from router.worker import Compatibility, Worker
 from rpc import cluster_pb2, cluster_pb2_grpc, worker_pb2
 from rpc.channel import make_channel
 
@@ -42,6 +42,7 @@ class Registry:
         self._tasks: set[asyncio.Task[None]] = set()
         self._follower: asyncio.Task[None] | None = None
         self._mismatches: set[tuple[str, str]] = set()
+        self._bridged: set[tuple[Compatibility, Compatibility]] = set()  # differ, and can pair
 
     def start(self) -> None:
         self._follower = asyncio.create_task(self._follow(), name="follow the controller")
@@ -67,11 +68,15 @@ class Registry:
 
     def can_pair(self, prefill: Worker, decode: Worker) -> bool:
         """Whether KV may pass between two ready workers. Says why not, once for each pair."""
-        if prefill.compatibility == decode.compatibility:
+        both = (prefill.compatibility, decode.compatibility)
+        if both[0] == both[1] or both in self._bridged:
             return True
         assert prefill.info is not None and decode.info is not None
         ours, theirs = prefill.info.compatibility, decode.info.compatibility
         if not (names := differences(ours, theirs)):
+            if len(self._bridged) > 1024:
+                self._bridged.clear()
+            self._bridged.add(both)
             return True
         key = (prefill.incarnation, decode.incarnation)
         if key not in self._mismatches:

@@ -34,6 +34,7 @@ _AHEAD_S = 0.5
 _AHEAD_TOKENS = 512  # and never less: a step is most efficient when it is full
 _AHEAD_SEATS = 0.25  # of its batch
 _ticks = count(1)
+Compatibility = tuple[tuple[str, str], ...]  # names and values, sorted
 
 
 class Passenger(Protocol):
@@ -68,7 +69,7 @@ class Worker:
         self.reachable = False
         self.retired = False
         self.breaker = Breaker()
-        self.compatibility: tuple[tuple[str, str], ...] = ()
+        self.compatibility: Compatibility = ()
         self.holdings: Holdings | None = None  # from its GetInfo to the end
         # What it has measured of itself; None or missing: nothing yet.
         self.prefill_speed: float | None = None  # tokens/s
