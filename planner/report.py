@@ -128,20 +128,16 @@ def _name(layout: dict[str, Any]) -> str:
 
 
 def as_yaml(layout: Layout, model: str, because: str) -> str:
-    """A file that `pdserve up` takes. It takes no tensor parallelism yet: a degree above 1 is a
-    comment, and so is `because`."""
+    """A file that `pdserve up` takes, with `because` as a comment."""
     lines = [f"# {line}" for line in because.splitlines()]
     mode = "disaggregated" if layout.is_disaggregated else "colocated"
     lines += [yaml.safe_dump({"model": model, "mode": mode}, sort_keys=False).rstrip(), "pools:"]
     for name, pool in layout.pools.items():
-        lines += [f"  {name}:", f"    replicas: {pool.replicas}"]
-        if pool.tensor_parallel > 1:
-            lines.append(
-                f"    # tensor_parallel_size: {pool.tensor_parallel}  (planned with it; this "
-                "version takes only 1)"
-            )
         lines += [
-            f"    resources: {{GPU: {pool.tensor_parallel}}}",
+            f"  {name}:",
+            f"    replicas: {pool.replicas}",
+            f"    tensor_parallel_size: {pool.tensor_parallel}",
+            "    resources: {GPU: 1}  # of each rank",
             f"    engine: {{max_num_seqs: {_MAX_NUM_SEQS}, "
             f"max_num_batched_tokens: {layout.max_num_batched_tokens}}}",
         ]

@@ -1,5 +1,5 @@
-"""A worker of two ranks under a real `pdserve up`: the answers of one rank, and one life for
-both."""
+"""A decode worker of two ranks, behind a prefill worker of one, under a real `pdserve up`: the
+answers of one process, and one life for both."""
 
 import json
 import os
@@ -46,18 +46,18 @@ def cluster(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "served_model_name=smollm2-135m",  # what the helpers ask for
         "dtype=float32",
         "engine.num_kv_blocks=64",
-        "pools.colocated.tensor_parallel_size=2",
+        "pools.decode.tensor_parallel_size=2",
     )
     log = tmp_path_factory.mktemp("tensor-parallel") / "up.log"
-    with deployment("colocated.yaml", log, settings) as live:
+    with deployment("local.yaml", log, settings) as live:
         yield live
         last = ranks(live)
-    assert len(last) == 2
+    assert len(last) == 3
     assert not any(process.is_running() for process in last)
 
 
 def ranks(cluster: Live) -> list[psutil.Process]:
-    """The processes of the one worker."""
+    """The processes of all workers."""
     below = psutil.Process(cluster.process.pid).children(recursive=True)
     return [process for process in below if "WorkerActor" in " ".join(process.cmdline())]
 
@@ -85,8 +85,8 @@ def test_a_killed_rank_takes_its_worker_along_and_the_stream_goes_on(
     first = Stream(cluster, prompt, 8)
     assert first.outcome() == "complete"
     assert first.ids == expected[:8]
-    (worker,) = cluster.workers()
-    processes = ranks(cluster)
+    (prefill,), (worker,) = cluster.workers("prefill"), cluster.workers("decode")
+    processes = [process for process in ranks(cluster) if process.pid != prefill["pid"]]
     assert len(processes) == 2 and worker["pid"] in {p.pid for p in processes}
     stream = Stream(cluster, prompt, 400)
     wait_until(lambda: len(stream.ids) > 8, 20, "a stream that runs")
@@ -96,5 +96,6 @@ def test_a_killed_rank_takes_its_worker_along_and_the_stream_goes_on(
     assert stream.ids == expected
     wait_replaced(cluster, worker)
     wait_until(lambda: not any(p.is_running() for p in processes), 20, "the end of both ranks")
-    assert len(ranks(cluster)) == 2
+    assert len(ranks(cluster)) == 3
+    assert cluster.workers("prefill")[0]["incarnation"] == prefill["incarnation"]
     cluster.wait_idle()

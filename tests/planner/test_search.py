@@ -89,7 +89,8 @@ def test_the_yaml_is_a_deployment():
     text = as_yaml(Layout(Pool(2, 2), Pool(3)), "some/model", "two\nlines")
     config = parse_config(text)
     assert (config.pools.prefill.replicas, config.pools.decode.replicas) == (2, 3)
-    assert "# tensor_parallel_size: 2" in text and config.mode == "disaggregated"
+    assert config.pools.prefill.tensor_parallel_size == 2 and config.mode == "disaggregated"
+    assert config.pools.prefill.resources == {"GPU": 1.0}
     assert parse_config(as_yaml(Layout(colocated=Pool(1)), "m", "")).mode == "colocated"
 
 
