@@ -81,7 +81,7 @@ def denial(handler: grpc.RpcMethodHandler | None, reason: str) -> grpc.RpcMethod
 
 class TokenChannel:
     """A channel whose calls carry the token. Not a client interceptor: those wrap every message
-    of a stream. Internal services have no method with a stream of requests."""
+    of a stream. Internal services have no method of many requests and one answer."""
 
     def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
         self._channel = channel
@@ -103,8 +103,11 @@ class TokenChannel:
     def unary_stream(self, *args: Any, **options: Any) -> Callable[..., Any]:
         return self._with_token(self._channel.unary_stream(*args, **options))
 
+    def stream_stream(self, *args: Any, **options: Any) -> Callable[..., Any]:
+        return self._with_token(self._channel.stream_stream(*args, **options))
+
     def _with_token(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(request: Any, *, metadata: Any = None, **options: Any) -> Any:
-            return method(request, metadata=(*(metadata or ()), self._pair), **options)
+        def call(*request: Any, metadata: Any = None, **options: Any) -> Any:
+            return method(*request, metadata=(*(metadata or ()), self._pair), **options)
 
         return call

@@ -17,9 +17,16 @@ from core.errors import CorruptBlockError, HandoverError
 from core.types import Role
 from kv_transfer.base import KVTransfer, TransferInDoubt
 from prefill_worker import PrefillWorker
+from rpc.cluster_token import VARIABLE
 from support import pair as support
 from support.pair import FaultyTransfer, Pair, prompt, request, start_worker, tiny_config
 from support.tiny_models import VOCAB, make_tiny, save_tiny
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As every deployment has one: calls between ranks carry it too."""
+    monkeypatch.setenv(VARIABLE, "secret")
 
 
 def config_of(model_dir: Path, ranks: int, transport: str = "grpc", **engine: Any) -> Config:
