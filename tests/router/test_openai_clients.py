@@ -3,10 +3,12 @@
 import asyncio
 
 import openai
+import pydantic
 import pytest
 
 from core.errors import EngineError
-from support.fake_workers import Fault, answer_text
+from support.byte_tokenizer import byte_tokenizer
+from support.fake_workers import Fault, answer_text, says
 from support.router import running
 
 HI = [{"role": "user", "content": "hello"}]
@@ -106,3 +108,44 @@ async def test_sync_client(router):
             return answer.choices[0].text, text
 
     assert await asyncio.to_thread(talk) == (answer_text("hello", 4), answer_text(PROMPT, 4))
+
+
+async def test_parse_and_the_streaming_helper_with_tools():
+    """Structured output and tool calls as the client's own classes, whole and streamed."""
+
+    class Point(pydantic.BaseModel):
+        x: int
+        y: int
+
+    template = "Use <tool_call>.{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    call = '<tool_call>{"name": "Point", "arguments": {"x": 1, "y": -2}}</tool_call>'
+    async with (
+        running(tokenizer=byte_tokenizer(template)) as router,
+        openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+
+        def make_all_say(text: str) -> None:
+            for worker in router.cluster.everyone:
+                worker.script = says(text)
+
+        make_all_say('{"x": 1, "y": -2}')
+        asked = {"model": "fake", "messages": HI}
+        parsed = await client.chat.completions.parse(**asked, response_format=Point)
+        assert parsed.choices[0].message.parsed == Point(x=1, y=-2)
+        async with client.chat.completions.stream(**asked, response_format=Point) as stream:
+            final = await stream.get_final_completion()
+        assert final.choices[0].message.parsed == Point(x=1, y=-2)
+        make_all_say(call)
+        tools = [openai.pydantic_function_tool(Point)]
+        parsed = await client.chat.completions.parse(**asked, tools=tools)
+        assert parsed.choices[0].finish_reason == "tool_calls"
+        assert parsed.choices[0].message.tool_calls[0].function.parsed_arguments == Point(x=1, y=-2)
+        async with client.chat.completions.stream(**asked, tools=tools) as stream:
+            deltas = [
+                event.arguments_delta async for event in stream
+                if event.type == "tool_calls.function.arguments.delta"
+            ]  # fmt: skip
+            final = await stream.get_final_completion()
+        assert "".join(deltas) == '{"x": 1, "y": -2}'
+        (tool_call,) = final.choices[0].message.tool_calls
+        assert tool_call.function.parsed_arguments == Point(x=1, y=-2)
