@@ -25,9 +25,10 @@ from kv_transfer.base import block_bytes
 from kv_transfer.memory import use_huge_pages
 from kv_transfer.ucx_log import UcxLog
 
-# Between two looks at the wire by NIXL's own thread. It serves peers that read from here over
-# TCP, and costs under 2 percent of a core.
-_PROGRESS_DELAY_US = 1000
+# Between two looks at the wire by NIXL's own thread, which serves peers that read from here over
+# TCP. Of 1, 2 and 4 ms the last costs least when idle (1 percent of a core, against 2.6), and reads
+# were as fast as with 2 ms, and 1.5 times as fast as with 1 ms, on two busy cores.
+_PROGRESS_DELAY_US = 4000
 _HEADER = struct.Struct("<4sBBHIQQQ16s")
 _MAGIC = b"PDKV"
 _VERSION = 1
