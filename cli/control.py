@@ -15,6 +15,7 @@ from rpc import cluster_pb2 as pb
 from rpc import cluster_pb2_grpc
 from rpc.channel import make_channel
 from rpc.status import error_from_rpc
+from rpc.tls import TlsFiles
 
 _PLAN_S = 10.0
 _BUSY_S = 1.0
@@ -26,6 +27,7 @@ class Target:
 
     address: str
     token: str | None = field(default=None, repr=False)
+    tls: TlsFiles | None = None  # None: as token
 
 
 def find_controller(address: str | None) -> Target:
@@ -37,13 +39,13 @@ def find_controller(address: str | None) -> Target:
         raise UnavailableError(
             "nothing runs here; name a controller elsewhere with --controller HOST:PORT"
         )
-    return Target(deployment.controller, deployment.token)
+    return Target(deployment.controller, deployment.token, deployment.tls_files)
 
 
 @asynccontextmanager
 async def controller(target: Target) -> AsyncIterator[cluster_pb2_grpc.ClusterServiceStub]:
     """Its service. Failures of calls in the block are raised as PdserveErrors."""
-    async with make_channel(target.address, target.token) as channel:
+    async with make_channel(target.address, target.token, target.tls) as channel:
         try:
             yield cluster_pb2_grpc.ClusterServiceStub(channel)
         except grpc.aio.AioRpcError as error:

@@ -34,7 +34,9 @@ def stop_deployment(deployment: Deployment) -> bool:
 
 
 async def _ask(deployment: Deployment) -> bool:
-    async with make_channel(deployment.controller, deployment.token) as channel:
+    async with make_channel(
+        deployment.controller, deployment.token, deployment.tls_files
+    ) as channel:
         stub = cluster_pb2_grpc.ClusterServiceStub(channel)
         try:
             await stub.Shutdown(cluster_pb2.ShutdownRequest(), timeout=_ASK_S)

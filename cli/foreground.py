@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,6 +25,7 @@ from core.config import Config
 from rpc import cluster_pb2
 from rpc import worker_pb2 as pb
 from rpc.cluster_token import cluster_token
+from rpc.tls import internal_tls
 
 _READY_S = 60.0  # from the last worker's start to the router's word that a pair can serve
 _GRACE_S = 5.0
@@ -58,7 +59,8 @@ class Foreground:
         self._ray = ray_session
         self._bind = split_address(bind)
         self._model_path = model_path
-        self._url = f"http://{client_address(config.router.http)}"
+        scheme = "https" if config.router.tls is not None else "http"
+        self._url = f"{scheme}://{client_address(config.router.http)}"
         self._is_ready = False
 
     async def run(self, router: Sequence[str], config_path: str, signals: StopSignals) -> None:
@@ -171,6 +173,7 @@ class Foreground:
             config=os.path.abspath(config_path),
             log_dir=str(self._log_dir),
             token=cluster_token(),
+            tls=asdict(files) if (files := internal_tls()) is not None else None,
         )
 
     # ------------------------------------------------------------ the story

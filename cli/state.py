@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cluster.process_tree import ProcessId
 from core.errors import ConfigError, UnavailableError
+from rpc.tls import TlsFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,11 @@ class Deployment:
     config: str
     log_dir: str
     token: str = field(default="", repr=False)  # of the cluster, for `pdserve down`
+    tls: dict[str, str] | None = None  # the files of TlsFiles, for calls to the controller
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        return TlsFiles(**self.tls) if self.tls is not None else None
 
     @property
     def process(self) -> ProcessId:
@@ -58,8 +64,8 @@ def find_deployment(http: str | None) -> Deployment | None:
     are several to choose from."""
     running = running_deployments()
     if http is not None:
-        wanted = http.removeprefix("http://").rstrip("/")
-        return next((d for d in running if wanted in (d.http, d.url[7:])), None)
+        wanted = http.rpartition("://")[2].rstrip("/")
+        return next((d for d in running if wanted in (d.http, d.url.rpartition("://")[2])), None)
     if len(running) > 1:
         choices = ", ".join(d.http for d in running)
         raise ConfigError(f"several deployments run here, name one: {choices}")

@@ -87,9 +87,11 @@ def _run(
         from cli.foreground import Foreground  # imports ray
         from cluster.ray_session import ray_session
         from rpc.cluster_token import fresh_cluster_token
+        from rpc.tls import use_internal_tls
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(fresh_cluster_token())  # before a process is started
+            use_internal_tls(config)
             with signals.deferred():
                 session = stack.enter_context(ray_session(config))
             foreground = Foreground(

@@ -21,7 +21,7 @@ from core.host import available_memory
 from core.types import Role
 from core.worker_settings import WorkerSettings
 from rpc import cluster_pb2_grpc
-from rpc.channel import make_server
+from rpc.channel import bind, make_server
 from rpc.cluster_token import cluster_token
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Controller:
         service = ClusterService(self)
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(service, self._server)
         try:
-            self.address = f"{host}:{self._server.add_insecure_port(f'{host}:{port}')}"
+            self.address = f"{host}:{bind(self._server, f'{host}:{port}')}"
         except RuntimeError as error:
             raise UnavailableError(f"the controller cannot bind {host}:{port}") from error
         await self._server.start()

@@ -17,6 +17,7 @@ from core.errors import ConfigError, ModelError
 from core.types import Role
 from core.worker_settings import WorkerSettings
 from rpc.cluster_token import set_cluster_token
+from rpc.tls import use_internal_tls
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class WorkerActor:
         # The worker may be on another machine: then it is not in the environment yet.
         set_cluster_token(settings.cluster_token)
         try:
+            use_internal_tls(settings.config)
             self._progress = "importing"
             if not settings.host:
                 settings = replace(settings, host=_node_address())

@@ -150,6 +150,19 @@ class SloConfig(_Section):
         return self.ttft is not None or self.tpot is not None
 
 
+class RouterTlsConfig(_Section):
+    """PEM files of the router's ports. Read again when they change."""
+
+    cert_file: str
+    key_file: str
+
+
+class TlsConfig(RouterTlsConfig):
+    """Of every process towards the others of this deployment (mutual TLS)."""
+
+    ca_file: str
+
+
 class RouterConfig(_Section):
     http: str = "127.0.0.1:8000"
     grpc: str = "127.0.0.1:8001"
@@ -163,7 +176,10 @@ class RouterConfig(_Section):
     # Of the answers of a chat: auto takes the format that the chat template shows.
     tool_parser: Literal["auto", "hermes", "llama3_json", "pythonic", "mistral"] = "auto"
     reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = None
+    # Processes that share both ports; each has its own breakers and max_concurrent_requests.
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
     api_keys_file: str | None = None
+    tls: RouterTlsConfig | None = None
     max_attempts: Annotated[int, Field(ge=1, le=10)] = 3
     slo: SloConfig = SloConfig()
     otlp_endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None
@@ -202,6 +218,7 @@ class Config(_Section):
     pools: PoolsConfig = PoolsConfig()
     kv_transfer: KVTransferConfig = KVTransferConfig()
     router: RouterConfig = RouterConfig()
+    tls: TlsConfig | None = None
     ray: RayConfig = RayConfig()
 
     @model_validator(mode="after")

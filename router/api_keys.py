@@ -1,7 +1,8 @@
 """API keys: who may call, and how much.
 
 The file is a YAML or JSON list of entries with a name, the SHA-256 of the key in hex, and limits,
-each optional: requests_per_minute, concurrency, tokens_per_minute. A key is 256 random bits, so a
+each optional: requests_per_minute, concurrency, tokens_per_minute. Limits hold over all router
+processes of a deployment on one machine together. A key is 256 random bits, so a
 plain hash cannot be turned back. The file is read again when it changes; a broken change is
 logged and the last good set stands.
 """
@@ -20,6 +21,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from core.errors import AuthenticationError, ConfigError, RateLimitError
+from router.usage import Kind, Usage, UsageFile
 
 logger = logging.getLogger(__name__)
 
@@ -73,35 +75,49 @@ def read_entries(path: Path) -> list[KeyEntry]:
 class _Bucket:
     """So much a minute, the first minute's worth at once. May go into debt."""
 
-    def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, usage: Usage, kind: Kind, per_minute: float, clock: Callable[[], float]
+    ) -> None:
+        self._usage = usage
+        self._kind = kind
         self._per_second = per_minute / 60
         self._most = max(per_minute, 1.0)
-        self._level = self._most
         self._clock = clock
-        self._seen = clock()
 
     def wait_s(self, least: float) -> float:
         """Seconds until the level is `least`."""
-        now = self._clock()
-        self._level = min(self._most, self._level + (now - self._seen) * self._per_second)
-        self._seen = now
-        return max(0.0, (least - self._level) / self._per_second)
+        return max(0.0, (least - self._level(self._clock())) / self._per_second)
 
     def spend(self, amount: float) -> None:
-        self.wait_s(0.0)  # what came in since
-        self._level -= amount
+        now = self._clock()
+        self._usage.set_level(self._kind, self._level(now) - amount, now)
+
+    def _level(self, now: float) -> float:
+        known = self._usage.level(self._kind)
+        if known is None:
+            return self._most
+        level, at = known
+        return min(self._most, level + (now - at) * self._per_second)
 
 
 class Account:
     """What one key is using. Tokens are known only at the end of a request: an account in debt
     waits until it is paid off."""
 
-    def __init__(self, entry: KeyEntry, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self,
+        entry: KeyEntry,
+        clock: Callable[[], float] = monotonic,
+        usage: Usage | None = None,
+    ) -> None:
+        """`usage`: where it is kept; None: in this process."""
         self.entry = entry
-        self.in_flight = 0
+        self._usage = usage = usage if usage is not None else Usage()
         requests, tokens = entry.requests_per_minute, entry.tokens_per_minute
-        self._requests = _Bucket(requests, clock) if requests is not None else None
-        self._tokens = _Bucket(tokens, clock) if tokens is not None else None
+        self._requests = (
+            _Bucket(usage, "requests", requests, clock) if requests is not None else None
+        )
+        self._tokens = _Bucket(usage, "tokens", tokens, clock) if tokens is not None else None
 
     @property
     def name(self) -> str:
@@ -111,21 +127,31 @@ class Account:
     def request(self) -> Iterator[None]:
         """One request, for as long as the body runs. Raises RateLimitError."""
         limit = self.entry.concurrency
-        if limit is not None and self.in_flight >= limit:
-            raise RateLimitError(f"this key may have {limit} requests at once", retry_after_s=1.0)
-        self._check(self._requests, 1.0, "requests")
-        self._check(self._tokens, 1.0, "tokens")
-        if self._requests is not None:
-            self._requests.spend(1)
-        self.in_flight += 1
+        with self._usage.locked():
+            if limit is not None and self._usage.in_flight() >= limit:
+                raise RateLimitError(
+                    f"this key may have {limit} requests at once", retry_after_s=1.0
+                )
+            self._check(self._requests, 1.0, "requests")
+            self._check(self._tokens, 1.0, "tokens")
+            if self._requests is not None:
+                self._requests.spend(1)
+            self._usage.add_in_flight(1)
         try:
             yield
         finally:
-            self.in_flight -= 1
+            with self._usage.locked():
+                self._usage.add_in_flight(-1)
+
+    @property
+    def in_flight(self) -> int:
+        with self._usage.locked():
+            return self._usage.in_flight()
 
     def spend_tokens(self, count: int) -> None:
         if self._tokens is not None:
-            self._tokens.spend(count)
+            with self._usage.locked():
+                self._tokens.spend(count)
 
     def _check(self, bucket: _Bucket | None, least: float, what: str) -> None:
         wait_s = bucket.wait_s(least) if bucket is not None else 0.0
@@ -139,8 +165,14 @@ class Account:
 class KeyStore:
     """The accounts of one file. An account lives as long as its entry is unchanged."""
 
-    def __init__(self, path: str | Path, clock: Callable[[], float] = monotonic) -> None:
-        """Raises ConfigError."""
+    def __init__(
+        self,
+        path: str | Path,
+        clock: Callable[[], float] = monotonic,
+        shared: UsageFile | None = None,
+    ) -> None:
+        """`shared`: with other processes. Raises ConfigError."""
+        self._shared = shared
         self._path = Path(path)
         self._clock = clock
         self._accounts: dict[str, Account] = {}
@@ -171,9 +203,12 @@ class KeyStore:
         self._accounts = {
             entry.sha256: old
             if (old := known.get(entry.sha256)) is not None and old.entry == entry
-            else Account(entry, self._clock)
+            else Account(entry, self._clock, self._usage_of(entry))
             for entry in entries
         }
+
+    def _usage_of(self, entry: KeyEntry) -> Usage | None:
+        return self._shared.of(entry.sha256) if self._shared is not None else None
 
     def _refresh(self) -> None:
         now = self._clock()

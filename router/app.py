@@ -18,21 +18,28 @@ from router.debug_routes import debug_routes
 from router.embeddings import embedding_routes
 from router.errors import error_response, install_error_handlers
 from router.frontend import Frontend
+from router.metrics import SEEN_BY_ALL
 from router.openai_routes import openai_routes
 from router.responses import SERVER_SEND
+from router.share import Share, merged_metrics
 from router.tokenize_routes import tokenize_routes
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
-def make_app(frontend: Frontend, config: Config, keys: KeyStore | None = None) -> FastAPI:
-    """`keys`: None lets everybody in."""
+def make_app(
+    frontend: Frontend,
+    config: Config,
+    keys: KeyStore | None = None,
+    share: Share | None = None,
+) -> FastAPI:
+    """`keys`: None lets everybody in. `share`: with other processes, whose part is asked for."""
     app = _App(title="pdserve", docs_url=None, redoc_url=None)
     install_error_handlers(app)
     app.include_router(openai_routes(frontend, config.router.max_body_bytes))
     app.include_router(embedding_routes(frontend, config.router))
     app.include_router(tokenize_routes(frontend, config.router.max_body_bytes))
-    app.include_router(debug_routes(frontend.timelines))
+    app.include_router(debug_routes(frontend.timelines, share))
     app.include_router(dashboard_routes(frontend, config.mode))
 
     def is_ready() -> bool:
@@ -50,7 +57,11 @@ def make_app(frontend: Frontend, config: Config, keys: KeyStore | None = None) -
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(frontend.metrics.render(), media_type=frontend.metrics.content_type)
+        own = frontend.metrics.render()
+        if share is not None:
+            texts = [own.decode(), *(answer.text for answer in await share.ask("/metrics"))]
+            own = merged_metrics(texts, SEEN_BY_ALL)
+        return Response(own, media_type=frontend.metrics.content_type)
 
     @app.get("/cluster")
     async def cluster() -> JSONResponse:

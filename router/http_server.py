@@ -1,6 +1,8 @@
 """uvicorn, held the way this router needs it."""
 
+import asyncio
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from socket import socket
@@ -10,9 +12,15 @@ import uvicorn
 from starlette.types import ASGIApp, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from core.errors import ConfigError
+from rpc.tls import TlsFiles
+
+logger = logging.getLogger(__name__)
+
 _MAX_HEADER_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75
 _REFUSAL_S = 1.0
+REREAD_S = 2.0  # from one look at the certificates to the next
 
 
 class _Protocol(H11Protocol):
@@ -74,7 +82,7 @@ class BodyWriter:
 class HttpServer(uvicorn.Server):
     """One uvicorn server on sockets that are bound already. Signals belong to the process."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, tls: TlsFiles | None = None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -87,8 +95,11 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
                 timeout_keep_alive=_KEEP_ALIVE_S,
+                ssl_certfile=tls.cert_file if tls is not None else None,
+                ssl_keyfile=tls.key_file if tls is not None else None,
             )
         )
+        self._tls = tls
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -96,4 +107,28 @@ class HttpServer(uvicorn.Server):
 
     async def serve_on(self, listener: socket) -> None:
         """Serves until `should_exit` is set and open responses have ended."""
-        await self.serve(sockets=[listener])
+        watch = asyncio.create_task(self._reread_certificates(), name="certificates")
+        try:
+            await self.serve(sockets=[listener])
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    async def _reread_certificates(self) -> None:
+        """Connections that are made after a change of the files see the new ones."""
+        files = self._tls
+        if files is None:
+            return
+        version = files.version()
+        while True:
+            await asyncio.sleep(REREAD_S)
+            try:
+                now = files.version()
+                if now == version or self.config.ssl is None:
+                    continue
+                version = now
+                files.check("router.tls")
+                self.config.ssl.load_cert_chain(files.cert_file, files.key_file)
+                logger.info("certificates have changed: %s", files.cert_file)
+            except (OSError, ConfigError) as error:
+                logger.error("the last good certificates stand: %s", error)

@@ -2,7 +2,8 @@
 
 HTTP and gRPC run in one asyncio loop. SIGTERM or SIGINT stops it: nothing new is admitted, running
 streams have some seconds to end, the rest end with an error event; then it exits with 0. What
-keeps it from starting is one line on stderr and exit code 1.
+keeps it from starting is one line on stderr and exit code 1. With `router.workers` above 1 this
+process serves nothing itself: `router.supervisor` starts that many of its kind.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import uvloop
 
@@ -19,7 +21,10 @@ from core.config import Config, load_config
 from core.errors import ConfigError, ModelError
 from core.model_files import resolve_model
 from router.server import RouterServer
+from router.share import Share
+from router.supervisor import Supervisor
 from router.tokenizer import Tokenizer, load_tokenizer
+from rpc.tls import use_internal_tls
 
 logger = logging.getLogger(__name__)
 
@@ -31,21 +36,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         config = load_config(options.config, options.set)
+        use_internal_tls(config)
+        share = None
+        if options.share_folder is not None:
+            share = Share(options.share_index, config.router.workers, options.share_folder)
+        elif config.router.workers > 1:
+            command = ["--config", options.config, "--controller", options.controller]
+            command += [part for override in options.set for part in ("--set", override)]
+            return uvloop.run(Supervisor(config, command).run())
         files = resolve_model(config.model)
         tokenizer = load_tokenizer(files, config.router.chat_template)
-        uvloop.run(_serve(config, files.name, tokenizer, options.controller))
+        uvloop.run(_serve(config, files.name, tokenizer, options.controller, share))
     except (ConfigError, ModelError) as error:
         print(f"router: {error.message}", file=sys.stderr)
         return 1
     return 0
 
 
-async def _serve(config: Config, model_name: str, tokenizer: Tokenizer, controller: str) -> None:
+async def _serve(
+    config: Config, model_name: str, tokenizer: Tokenizer, controller: str, share: Share | None
+) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
-    server = RouterServer(config, model_name, tokenizer, controller)
+    if share is not None:  # a supervisor that is gone has closed the other end
+        loop.add_reader(sys.stdin.fileno(), stop.set)
+    server = RouterServer(config, model_name, tokenizer, controller, share=share)
     # What is there now stays. The collector need not look at it again, and not after every few
     # hundred objects of the requests that come: nearly all are freed without it.
     gc.freeze()
@@ -56,6 +73,8 @@ async def _serve(config: Config, model_name: str, tokenizer: Tokenizer, controll
         server.frontend.model_name, config.router.http, config.router.grpc,
     )  # fmt: skip
     await stop.wait()
+    if share is not None:
+        loop.remove_reader(sys.stdin.fileno())
     logger.info("stopping")
     await server.close()
 
@@ -67,4 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key"
     )
+    # Of processes that a supervisor starts.
+    parser.add_argument("--share-folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--share-index", type=int, default=0, help=argparse.SUPPRESS)
     return parser

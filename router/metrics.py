@@ -50,6 +50,14 @@ _DRAFT_COUNTERS = (
     ("draft_pauses_total", "pdserve_worker_draft_pauses", "Sequences that paused their guesses"),
 )
 
+# Families whose values every router process has from the same workers or the same configuration.
+SEEN_BY_ALL = frozenset(
+    (
+        "pdserve_worker_ready", names.KV_BLOCKS, names.REQUESTS_RUNNING, names.REQUESTS_WAITING,
+        names.SLO_TARGET, *(name for _, name, _ in (*_WORKER_COUNTERS, *_DRAFT_COUNTERS)),
+    )
+)  # fmt: skip
+
 
 class Metrics:
     """Counters and histograms of one router, in a registry of its own."""

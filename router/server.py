@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+from pathlib import Path
 
 from grpc_health.v1 import health_pb2
 
@@ -21,12 +22,15 @@ from router.pipeline import Pipeline, Waits
 from router.placement import Placer
 from router.registry import Registry
 from router.retry_budget import RetryBudget
+from router.share import Share
 from router.timeline import Timelines
 from router.tokenizer import Tokenizer
 from router.tools import ChatReading
 from router.tracing import Tracer
 from router.turnstile import Turnstile
-from rpc.channel import make_public_server
+from router.usage import UsageFile
+from rpc.channel import bind_public, make_public_server
+from rpc.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +51,10 @@ class RouterServer:
         tokenizer: Tokenizer,
         controller: str,
         waits: Waits = Waits(),
+        share: Share | None = None,
     ) -> None:
         """Binds both addresses. Raises ConfigError that names the one that is taken. Needs a
-        running loop."""
+        running loop. `share`: with other processes of this deployment, the ports included."""
         colocated = config.mode == "colocated"
         roles = (Role.COLOCATED,) if colocated else (Role.PREFILL, Role.DECODE)
         block_size = config.engine_for(config.active_pools[0]).block_size
@@ -89,15 +94,23 @@ class RouterServer:
             timelines=Timelines(on_end=on_end),
         )
         path = config.router.api_keys_file
-        keys = KeyStore(path) if path is not None else None
-        self._listener = _listen(config.router.http)
+        self._usage = UsageFile(share) if share is not None and path is not None else None
+        keys = KeyStore(path, shared=self._usage) if path is not None else None
+        tls = None
+        if config.router.tls is not None:
+            tls = TlsFiles(config.router.tls.cert_file, config.router.tls.key_file)
+            tls.check("router.tls")
+        self._listener = _listen(config.router.http, share is not None)
         self.http_port: int = self._listener.getsockname()[1]
-        self._http = HttpServer(make_app(self.frontend, config, keys))
+        self._http = HttpServer(make_app(self.frontend, config, keys, share), tls)
+        # For the other processes: this one's own part, behind a socket of theirs alone.
+        self._own_http = HttpServer(make_app(self.frontend, config)) if share is not None else None
+        self._share = share
         self.interceptors = [KeyInterceptor(keys)] if keys is not None else []
-        self._grpc = make_public_server(self.interceptors)
+        self._grpc = make_public_server(self.interceptors, reuse_port=share is not None)
         self._health = add_public_services(self._grpc, self.frontend, keys)
         try:
-            self.grpc_port = self._grpc.add_insecure_port(config.router.grpc)
+            self.grpc_port = bind_public(self._grpc, config.router.grpc, tls)
         except RuntimeError:
             self._listener.close()
             raise ConfigError(f"router.grpc: cannot listen on {config.router.grpc}") from None
@@ -110,21 +123,29 @@ class RouterServer:
             asyncio.create_task(self._http.serve_on(self._listener), name="http"),
             asyncio.create_task(self._publish_health(), name="health"),
         ]
+        if self._own_http is not None and self._share is not None:
+            own = self._own_http.serve_on(_listen_locally(self._share.socket_path))
+            self._tasks.append(asyncio.create_task(own, name="http of this process"))
 
     async def close(self, grace_s: float = SHUTDOWN_GRACE_S) -> None:
         """Refuses new work, gives running streams `grace_s`, ends the others with an error."""
-        http, health = self._tasks
+        http, health, *own = self._tasks
         # Stops listening; open responses go on, and past the grace end by themselves.
         self._http.config.timeout_graceful_shutdown = round(grace_s) + 2
         self._http.should_exit = True
+        if self._own_http is not None:
+            self._own_http.config.timeout_graceful_shutdown = 1
+            self._own_http.should_exit = True
         await self._health.enter_graceful_shutdown()
         await self.admission.close(grace_s)
         await self._turnstile.close()
         await self._grpc.stop(1.0)
-        await http
+        await asyncio.gather(http, *own)
         health.cancel()
         await asyncio.gather(health, return_exceptions=True)
         await self.registry.close()
+        if self._usage is not None:
+            self._usage.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 
@@ -139,12 +160,24 @@ class RouterServer:
             await self.registry.wait_for_change(_HEALTH_INTERVAL_S)
 
 
-def _listen(address: str) -> socket.socket:
+def _listen_locally(path: Path) -> socket.socket:
+    """A Unix socket, in the place of one that an earlier process has left."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    listener.setblocking(False)
+    return listener
+
+
+def _listen(address: str, reuse_port: bool) -> socket.socket:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, int(port)), family=family, backlog=2048)
+        listener = socket.create_server(
+            (host, int(port)), family=family, backlog=2048, reuse_port=reuse_port
+        )
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"router.http: cannot listen on {address}: {reason}") from None

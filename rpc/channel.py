@@ -11,6 +11,13 @@ from typing import Any
 import grpc
 
 from rpc.cluster_token import TokenChannel, TokenInterceptor, cluster_token
+from rpc.tls import (
+    INTERNAL_NAME,
+    TlsFiles,
+    channel_credentials,
+    internal_tls,
+    server_credentials,
+)
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 _COMMON = [
@@ -50,13 +57,40 @@ def make_server() -> grpc.aio.Server:
     return grpc.aio.server(interceptors=checks, options=_SERVER)
 
 
-def make_public_server(interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:
-    """A server for clients."""
-    return grpc.aio.server(interceptors=interceptors, options=_SERVER)
+def make_public_server(
+    interceptors: Sequence[grpc.aio.ServerInterceptor], reuse_port: bool = False
+) -> grpc.aio.Server:
+    """A server for clients. `reuse_port`: other processes of this deployment have the same port,
+    and the kernel gives each of them a part of the connections."""
+    options = dict(_SERVER)
+    options["grpc.so_reuseport"] = int(reuse_port)
+    return grpc.aio.server(interceptors=interceptors, options=list(options.items()))
 
 
-def make_channel(address: str, token: str | None = None) -> Any:
-    """A grpc.aio.Channel that sends the cluster token: this process's own, unless one is given."""
+def bind(server: grpc.aio.Server, address: str) -> int:
+    """The port on which a server for other parts of this deployment listens: with TLS, if this
+    process has certificates. Raises RuntimeError if the address is taken."""
+    files = internal_tls()
+    if files is None:
+        return int(server.add_insecure_port(address))
+    return int(server.add_secure_port(address, server_credentials(files)))
+
+
+def bind_public(server: grpc.aio.Server, address: str, files: TlsFiles | None) -> int:
+    """As `bind`, for clients. `files`: None for plain connections."""
+    if files is None:
+        return int(server.add_insecure_port(address))
+    return int(server.add_secure_port(address, server_credentials(files)))
+
+
+def make_channel(address: str, token: str | None = None, tls: TlsFiles | None = None) -> Any:
+    """A grpc.aio.Channel to another part of this deployment. Sends the cluster token, and shows
+    the certificate: this process's own ones, unless others are given."""
     token = cluster_token() if token is None else token
-    channel = grpc.aio.insecure_channel(address, options=_CLIENT)
+    files = tls if tls is not None else internal_tls()
+    if files is None:
+        channel = grpc.aio.insecure_channel(address, options=_CLIENT)
+    else:
+        options = [*_CLIENT, ("grpc.ssl_target_name_override", INTERNAL_NAME)]
+        channel = grpc.aio.secure_channel(address, channel_credentials(files), options=options)
     return TokenChannel(channel, token) if token else channel

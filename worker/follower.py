@@ -22,7 +22,7 @@ from kv_transfer.rank import KVRank
 from kv_transfer.select import make_transports
 from rpc import codec, worker_pb2_grpc
 from rpc import worker_pb2 as pb
-from rpc.channel import make_server
+from rpc.channel import bind, make_server
 from rpc.status import translated_errors
 from worker.engine_setup import build_follower, kv_shape
 from worker.kv_ranks import FollowerKvService, KvRankService
@@ -104,7 +104,7 @@ class FollowerWorker:
         and begins to follow."""
         settings, ranks = self.settings, self._ranks
         worker_pb2_grpc.add_RankServiceServicer_to_server(_RankService(self), self.server)
-        address = f"{settings.host}:{self.server.add_insecure_port(f'{settings.host}:0')}"
+        address = f"{settings.host}:{bind(self.server, f'{settings.host}:0')}"
         await self.server.start()
         self._info = pb.WorkerInfo(
             id=f"{settings.worker_id} rank {self.rank}",

@@ -40,7 +40,7 @@ from kv_transfer.rank import KVRank, KVRanks
 from kv_transfer.select import make_transports
 from rpc import codec, worker_pb2_grpc
 from rpc import worker_pb2 as pb
-from rpc.channel import make_server
+from rpc.channel import bind, make_server
 from worker.engine_setup import build_engine, kv_shape
 from worker.kv_events import KvEventHub
 from worker.kv_ranks import RemoteRank, offers_to_pb
@@ -155,7 +155,7 @@ class WorkerRuntime:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(StatusService(self), self.server)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        port = self.server.add_insecure_port(f"{settings.host}:{settings.port}")
+        port = bind(self.server, f"{settings.host}:{settings.port}")
         self._info = self._make_info(f"{settings.host}:{port}")
         await self.server.start()
         self.state = WorkerState.READY

@@ -16,7 +16,7 @@ from core.block_hash import block_hashes, short_hash
 from core.errors import HandoverError, PdserveError, StalePeerError
 from core.types import Role
 from rpc import cluster_pb2, cluster_pb2_grpc, codec, worker_pb2, worker_pb2_grpc
-from rpc.channel import make_server
+from rpc.channel import bind, make_server
 from rpc.status import translated_errors
 from worker.step_stream import StepStreams
 
@@ -126,7 +126,7 @@ class FakeWorker:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(_Worker(self), self._server)
         worker_pb2_grpc.add_PrefillServiceServicer_to_server(_Prefill(self), self._server)
         worker_pb2_grpc.add_DecodeServiceServicer_to_server(_Decode(self), self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.address = f"127.0.0.1:{bind(self._server, '127.0.0.1:0')}"
         await self._server.start()
 
     async def die(self) -> None:
@@ -423,7 +423,7 @@ class FakeCluster:
 
     async def start(self) -> None:
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(_Controller(self), self._server)
-        self.controller = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.controller = f"127.0.0.1:{bind(self._server, '127.0.0.1:0')}"
         await self._server.start()
 
     async def close(self) -> None:

@@ -1,5 +1,6 @@
 """A real router on free ports, in front of fake workers, in the test's own loop."""
 
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -87,8 +88,10 @@ async def running(
     prepare: Callable[[FakeWorker], None] | None = None,
     waits: Waits = Waits(first_s=0.3, again_s=5.0),
     tokenizer: Tokenizer | None = None,
+    scheme: str = "http",
+    ca_file: str | None = None,
 ) -> AsyncIterator[Running]:
-    """A router over that many fake workers; `settings` as for --set."""
+    """A router over that many fake workers; `settings` as for --set. `ca_file`: of https."""
     cluster = FakeCluster()
     await cluster.start()
     counts = {Role.PREFILL: prefills, Role.DECODE: decodes, Role.COLOCATED: colocated}
@@ -103,8 +106,9 @@ async def running(
         tokenizer = tokenizer or byte_tokenizer()
         server = RouterServer(config, MODEL, tokenizer, cluster.controller, waits)
         await server.start()
-        url = f"http://127.0.0.1:{server.http_port}"
-        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+        url = f"{scheme}://127.0.0.1:{server.http_port}"
+        context = ssl.create_default_context(cafile=ca_file) if ca_file is not None else True
+        async with httpx.AsyncClient(base_url=url, timeout=30, verify=context) as http:
             it = Running(server, cluster, http)
             try:
                 await it.ready()
