@@ -20,21 +20,60 @@ logger = logging.getLogger(__name__)
 _MAX_HEADER_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75
 _REFUSAL_S = 1.0
+HEAD_TIMEOUT_S = 20.0
+_REASONS = {400: b"Bad Request", 408: b"Request Timeout"}
 REREAD_S = 2.0  # from one look at the certificates to the next
 
 
 class _Protocol(H11Protocol):
-    """h11 bounds the size of the headers. What it refuses gets an OpenAI error body, and a moment
-    to read it: closing on unread bytes would reset the connection and lose the answer."""
+    """h11 bounds the size of the headers; here they have `HEAD_TIMEOUT_S`, from the connection or
+    their first byte on. What is refused gets an OpenAI error body, and a moment to read it: closing
+    on unread bytes would reset the connection and lose the answer."""
 
     _is_refused = False
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_refused:
-            super().data_received(data)
+        if self._is_refused:
+            return
+        if self._head_timer is None and not self._has_request:
+            self._wait_for_head()
+        super().data_received(data)
+        if self._has_request:
+            self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    @property
+    def _has_request(self) -> bool:
+        """Whether one is being answered, or its body still read, which has a limit of its own."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _wait_for_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def _stop_waiting(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self.conn.our_state is h11.IDLE and not self.transport.is_closing():
+            self._refuse(408, "the request's headers did not arrive in time")
 
     def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
+
+    def _refuse(self, status: int, msg: str) -> None:
         self._is_refused = True
+        self._stop_waiting()
         error = {"message": msg, "type": "invalid_request_error", "param": None, "code": None}
         body = json.dumps({"error": error}).encode()
         headers = [
@@ -43,7 +82,7 @@ class _Protocol(H11Protocol):
             (b"connection", b"close"),
         ]
         for event in (
-            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+            h11.Response(status_code=status, headers=headers, reason=_REASONS[status]),
             h11.Data(data=body),
             h11.EndOfMessage(),
         ):
