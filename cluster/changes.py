@@ -49,7 +49,7 @@ def changes_between(old: Config, new: Config) -> list[Change]:
     found = []
     for key in sorted({*before, *after}):
         one, other = before.get(key), after.get(key)
-        if one != other and not _is_any_port(key, other):
+        if one != other and not _is_any_port(key, other) and not _scales_itself(key, new):
             kind, pools = _what_it_takes(key, new)
             found.append(Change(key, one, other, kind, pools))
     return found
@@ -65,7 +65,7 @@ def _what_it_takes(key: str, new: Config) -> tuple[ChangeKind, tuple[str, ...]]:
     first, *rest = key.split(".")
     if first == "pools" and len(rest) >= 2:
         pool, section = rest[0], rest[1]
-        if section == "replicas":
+        if section in ("replicas", "autoscale"):
             return ChangeKind.SCALE, (pool,)
         if section in ("resources", "tensor_parallel_size") or (
             section == "engine" and rest[-1] in _ENGINE_KEYS
@@ -74,6 +74,14 @@ def _what_it_takes(key: str, new: Config) -> tuple[ChangeKind, tuple[str, ...]]:
     elif key in _WORKER_KEYS or (first == "engine" and rest[0] in _ENGINE_KEYS):
         return ChangeKind.ROLLOUT, new.active_pools
     return ChangeKind.RESTART, ()
+
+
+def _scales_itself(key: str, config: Config) -> bool:
+    """The number of workers of such a pool is not the file's to say."""
+    first, *rest = key.split(".")
+    return first == "pools" and rest[1:] == ["replicas"] and (
+        config.pools.named(rest[0]).autoscale is not None
+    )  # fmt: skip
 
 
 def _is_any_port(key: str, wanted: Any) -> bool:
@@ -90,8 +98,8 @@ def _flat(config: Config, other_mode: str) -> dict[str, Any]:
 
 def _leaves(node: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in node.items():
-        # Resources are one thing: a key that goes is as much a change as one that comes.
-        if isinstance(value, dict) and key != "resources":
+        # These are one thing each: a key that goes is as much a change as one that comes.
+        if isinstance(value, dict) and key not in ("resources", "autoscale"):
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

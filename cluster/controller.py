@@ -10,7 +10,9 @@ from typing import Any
 
 import ray
 
-from cluster.operations import Operations
+from cluster.autoscaling import Autoscaling
+from cluster.load_watch import LoadWatch
+from cluster.operations import Operations, resized
 from cluster.service import ClusterService
 from cluster.sizing import bundle_for, check_room, local_bundle, share_of
 from cluster.view import ViewPublisher
@@ -46,6 +48,8 @@ class Controller:
         self._slots: dict[str, WorkerSlot] = {}
         self._leaving: dict[str, WorkerSlot] = {}  # draining: not wanted, not gone yet
         self._server: Any = None
+        self._loads = LoadWatch(self.publisher)
+        self._autoscaling: asyncio.Task[None] | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Binds the service, on a free port if it is 0, and begins to start all workers, at
@@ -58,9 +62,12 @@ class Controller:
         except RuntimeError as error:
             raise UnavailableError(f"the controller cannot bind {host}:{port}") from error
         await self._server.start()
+        self.config = resized(self.config, _first_sizes(self.config))
         for pool in self.config.active_pools:
-            for _ in range(getattr(self.config.pools, pool).replicas):
+            for _ in range(self.config.pools.named(pool).replicas):
                 self._add_slot(pool, self.config)
+        autoscaling = Autoscaling(self, self.operations, self._loads)
+        self._autoscaling = asyncio.create_task(autoscaling.run(), name="autoscaling")
 
     async def wait_ready(self) -> None:
         """Returns when every worker has been ready once. Raises as soon as one cannot: a wrong
@@ -81,6 +88,10 @@ class Controller:
 
     async def stop(self, grace_s: float) -> None:
         """Ends all workers together, within about `grace_s`, then the service. Idempotent."""
+        if self._autoscaling is not None:
+            self._autoscaling.cancel()
+            await asyncio.gather(self._autoscaling, return_exceptions=True)
+        await self._loads.stop()
         await self.operations.stop()
         slots = [*self._slots.values(), *self._leaving.values()]
         self._slots, self._leaving = {}, {}
@@ -155,3 +166,9 @@ class Controller:
         )
         self._slots[slot.id] = slot
         return slot
+
+
+def _first_sizes(config: Config) -> dict[str, int]:
+    """Of the pools that scale themselves: what the file says, within their bounds."""
+    pools = {pool: config.pools.named(pool) for pool in config.active_pools}
+    return {n: p.autoscale.bounded(p.replicas) for n, p in pools.items() if p.autoscale is not None}

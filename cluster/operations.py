@@ -93,9 +93,16 @@ class Operations:
         if pools:
             sizes = {pool: self._pool(pool).replicas for pool in new.active_pools}
             await self.rollout(pools, say, resized(new, sizes))
-        wanted = {p: getattr(new.pools, p).replicas for p in new.active_pools}
+        wanted = {p: self._wanted(new, p) for p in new.active_pools}
         self._fleet.config = resized(new, {p: self._pool(p).replicas for p in new.active_pools})
         await self.scale(wanted, say)
+
+    def _wanted(self, new: Config, pool: str) -> int:
+        """A pool that scales itself keeps its size, within its bounds."""
+        autoscale = new.pools.named(pool).autoscale
+        if autoscale is not None:
+            return autoscale.bounded(self._pool(pool).replicas)
+        return new.pools.named(pool).replicas
 
     async def scale(self, replicas: Mapping[str, int], say: Say) -> None:
         """Returns when new workers are ready and surplus ones are gone."""

@@ -71,6 +71,13 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     ) -> AsyncIterator[pb.OperationEvent]:
         async with translated_errors(context):
             replicas = dict(request.replicas)
+            config = self._controller.config
+            for pool in replicas.keys() & set(config.active_pools):
+                if config.pools.named(pool).autoscale is not None:
+                    raise RequestError(
+                        f"{pool} scales itself; change pools.{pool}.autoscale in the file and "
+                        f"apply it"
+                    )
             async for event in self._told(
                 "a scaling", lambda say: self._operations.scale(replicas, say)
             ):

@@ -100,12 +100,35 @@ class EngineConfig(_Section):
         return "off" if value is False else value  # what YAML makes of it
 
 
+class AutoscaleConfig(_Section):
+    """Bounds and targets of a pool that follows its load; seconds. Prefill and colocated pools
+    hold ttft_p90, decode and colocated pools tpot_p90 and kv_use."""
+
+    min: Positive = 1
+    max: Positive
+    ttft_p90: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    tpot_p90: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    kv_use: Annotated[float, Field(gt=0, le=1)] = 0.8  # share of the KV blocks in use
+    up_seconds: Annotated[float, Field(ge=0, le=3600)] = 15.0  # between two steps up
+    down_seconds: Annotated[float, Field(ge=1, le=86400)] = 120.0  # of less load before a step down
+
+    @model_validator(mode="after")
+    def _bounds_fit(self) -> "AutoscaleConfig":
+        if self.min > self.max:
+            raise _KeyedError(("min",), f"expected at most max ({self.max})")
+        return self
+
+    def bounded(self, replicas: int) -> int:
+        return min(max(replicas, self.min), self.max)
+
+
 class PoolConfig(_Section):
     replicas: Annotated[int, Field(ge=0)] = 1
     # Processes that a worker of this pool consists of, each with `resources` of its own.
     tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = 1
     resources: dict[str, Amount] = {}
     engine: dict[str, Any] = {}
+    autoscale: AutoscaleConfig | None = None  # then `replicas` is what the pool starts with
 
 
 class PoolsConfig(_Section):

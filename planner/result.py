@@ -23,6 +23,7 @@ class Recorder:
     def __init__(self) -> None:
         self.num_arrived = self.num_finished = self.num_rejected = 0
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+        self.arrived_tokens = 0  # of all prompts
         self.area = 0.0
         self.ttft, self.tpot, self.e2e = array("d"), array("d"), array("d")
         self.indices, self.rejected_indices = array("q"), array("q")
@@ -38,6 +39,7 @@ class Recorder:
     def arrived(self, job: Job, now: float) -> None:
         self._integrate(now)
         self.num_arrived += 1
+        self.arrived_tokens += job.request.num_prompt
 
     def admitted(self, job: Job, now: float) -> None:
         self.wait.append(now - job.arrival)
@@ -82,12 +84,15 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """`busy`: the share of the time in which a pool's workers ran a step."""
+    """`busy`: the share of its time in which a pool's workers ran a step. `sizes`: from when on a
+    pool wanted so many workers."""
 
     recorder: Recorder
     duration: float  # simulated seconds, until the last request ended
     num_events: int
     busy: dict[str, float]
+    worker_seconds: dict[str, float]
+    sizes: dict[str, tuple[tuple[float, int], ...]]
 
     @property
     def throughput(self) -> float:

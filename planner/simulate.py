@@ -1,14 +1,17 @@
 """Runs one layout against one trace."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 
+from core.config import AutoscaleConfig
 from planner.batch_worker import BatchWorker, Limits
-from planner.deployment import Deployment, Link
+from planner.deployment import Deployment, Link, Worker
 from planner.event_loop import EventLoop
 from planner.job import Job
 from planner.layout import Layout, Pool
 from planner.result import Result
+from planner.scaling import PoolWorkers, SimulatedScaling
 from planner.scheduled_worker import ScheduledWorker
 from planner.step_model import StepModel
 from planner.trace import Trace, TraceRequest
@@ -33,6 +36,8 @@ class Options:
     exact: bool = False
     seed: int = 0
     concurrency: int | None = None
+    # By pool; the layout's replicas are what it starts with.
+    autoscale: Mapping[str, AutoscaleConfig] = field(default_factory=dict)
 
 
 def simulate(
@@ -55,27 +60,36 @@ def run(
     link = machine.link_of(layout.prefill.tensor_parallel if layout.prefill else 1)
     deployment = Deployment(loop, link, options.policy, options.seed)
     kind = ScheduledWorker if options.exact else BatchWorker
-    workers = {}
-    for name, pool in layout.pools.items():
-        workers[name] = [
-            kind(
-                loop,
-                machine.model_of(name, pool.tensor_parallel),
-                _limits(machine, layout, name, pool),
-                deployment,
-                hash_block if name != "decode" or options.exact else 0,
-            )
-            for _ in range(pool.replicas)
-        ]
-    deployment.prefills = list(workers.get("prefill") or workers["colocated"])
-    deployment.decodes = list(workers.get("decode", ()))
-    _Source(loop, deployment, iter(requests), options.concurrency)
-    loop.run()
-    busy = {
-        name: sum(w.busy_s for w in pool) / len(pool) / max(loop.now, 1e-9)
-        for name, pool in workers.items()
+
+    def make(name: str) -> Worker:
+        pool = layout.pools[name]
+        return kind(
+            loop,
+            machine.model_of(name, pool.tensor_parallel),
+            _limits(machine, layout, name, pool),
+            deployment,
+            hash_block if name != "decode" or options.exact else 0,
+        )
+
+    pools = {
+        name: PoolWorkers(loop, name, partial(make, name), pool.replicas)
+        for name, pool in layout.pools.items()
     }
-    return Result(deployment.recorder, loop.now, loop.num_events, busy)
+    first = pools.get("prefill") or pools["colocated"]
+    deployment.prefills = first.ready
+    deployment.decodes = pools["decode"].ready if "decode" in pools else []
+    source = _Source(loop, deployment, iter(requests), options.concurrency)
+    for name, config in options.autoscale.items():
+        SimulatedScaling(loop, deployment, pools[name], config, source.is_over)
+    loop.run()
+    return Result(
+        deployment.recorder,
+        loop.now,
+        loop.num_events,
+        {name: pool.busy for name, pool in pools.items()},
+        {name: pool.worker_seconds for name, pool in pools.items()},
+        {name: tuple(pool.sizes) for name, pool in pools.items()},
+    )
 
 
 def _limits(machine: Machine, layout: Layout, name: str, pool: Pool) -> Limits:
@@ -95,6 +109,7 @@ class _Source:
     ) -> None:
         self._loop, self._deployment, self._requests = loop, deployment, requests
         self._num = 0
+        self._has_more = True
         if concurrency is None:
             self._schedule()
             return
@@ -102,18 +117,27 @@ class _Source:
         for _ in range(concurrency):
             self._enter_next()
 
+    def is_over(self) -> bool:
+        """Everything has arrived and ended."""
+        return not self._has_more and not self._deployment.recorder.num_inside
+
     def _schedule(self) -> None:
         # One arrival at a time: a million of them need not be in the heap.
-        request = next(self._requests, None)
+        request = self._next()
         if request is not None:
             self._loop.at(request.arrival, self._enter, request)
+
+    def _next(self) -> TraceRequest | None:
+        request = next(self._requests, None)
+        self._has_more = request is not None
+        return request
 
     def _enter(self, request: TraceRequest) -> None:
         self._arrive(request)
         self._schedule()
 
     def _enter_next(self) -> None:
-        request = next(self._requests, None)
+        request = self._next()
         if request is not None:
             self._loop.at(self._loop.now, self._arrive, request)
 

@@ -172,15 +172,21 @@ async def _vector(
 
 
 def _body(vectors: list[bytes], usage: Usage, model: str, is_base64: bool) -> Response:
-    """Vector by vector: as Python's numbers all of them would take ten times their size."""
-    entries = []
+    data = []
     for index, raw in enumerate(vectors):
         vector = np.frombuffer(raw, "<f4")
-        unit = (vector / max(float(np.linalg.norm(vector)), 1e-12)).astype("<f4")
-        embedding = base64.b64encode(unit.tobytes()).decode() if is_base64 else unit.tolist()
-        entry = {"object": "embedding", "index": index, "embedding": embedding}
-        entries.append(json.dumps(entry).encode())
+        vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
+        embedding: Any = vector.astype("<f4")
+        if is_base64:
+            embedding = base64.b64encode(embedding.tobytes()).decode()
+        else:
+            embedding = embedding.tolist()
+        data.append({"object": "embedding", "index": index, "embedding": embedding})
     total = usage.prompt_tokens
-    rest = {"model": model, "usage": {"prompt_tokens": total, "total_tokens": total}}
-    head, tail = b'{"object": "list", "data": [', b"], " + json.dumps(rest)[1:].encode()
-    return Response(head + b", ".join(entries) + tail, media_type="application/json")
+    body = {
+        "object": "list",
+        "data": data,
+        "model": model,
+        "usage": {"prompt_tokens": total, "total_tokens": total},
+    }
+    return Response(json.dumps(body), media_type="application/json")

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "router": {"core", "rpc"},
     "cluster": {"core", "rpc", "router", *WORKERS},
     "loadgen": {"core", "rpc"},
-    "planner": {"core", "engine", "router", "loadgen"},
+    "planner": {"core", "engine", "router", "loadgen", "cluster"},
     "cli": {"core", "rpc", "engine", "kv_transfer", "router", "cluster", "loadgen", "planner"}
     | WORKERS,
 }

@@ -36,10 +36,12 @@ class OutputHub:
 
     def __init__(self) -> None:
         self._streams: dict[str, OutputStream] = {}
+        self.num_opened = 0
 
     @contextmanager
     def open(self, request_id: str) -> Iterator[OutputStream]:
         stream = self._streams[request_id] = OutputStream()
+        self.num_opened += 1
         try:
             yield stream
         finally:

@@ -323,6 +323,7 @@ class WorkerRuntime:
             transfers_failed_total=self.transfers_failed,
             transport=self.transport_in_use,
             aborts_total=self.aborts,
+            requests_total=self.outputs.num_opened,
             rdma_fallbacks_total=self.carriers.num_fallbacks,
             seconds_since_progress=self.engine_loop.seconds_since_progress(),
             prefill_tokens_per_second=stats.prefill_tokens_per_second,

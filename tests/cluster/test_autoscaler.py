@@ -1,0 +1,193 @@
+"""Decisions of one pool's autoscaler, in invented time; and that the controller acts on them."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from cluster.autoscaler import Autoscaler, PoolLoad, WorkerLoad
+from cluster.autoscaling import Autoscaling
+from cluster.changes import changes_between
+from core.config import AutoscaleConfig, Config, parse_config
+from core.errors import ConfigError, OverloadedError, RequestError
+
+IDLE = WorkerLoad(0, 0, 0, 0.0, 16, 1000.0, 0.02, 0.001)
+BOUNDS = AutoscaleConfig(min=1, max=8, ttft_p90=2.0, tpot_p90=0.03)
+
+
+def pool(count: int, tokens: int = 0, **changes: float) -> PoolLoad:
+    """Of 2 seconds; each prompt has 500 tokens."""
+    return PoolLoad([replace(IDLE, **changes)] * count, 2.0, tokens, tokens // 500)
+
+
+def prefill(config: AutoscaleConfig = BOUNDS) -> Autoscaler:
+    return Autoscaler(config, has_prefill=True, has_decode=False)
+
+
+def watched(scaler: Autoscaler, count: int, tokens: int) -> Autoscaler:
+    """After the first moments, which do not count."""
+    for at in (0.0, 2.0, 4.0, 6.0):
+        assert scaler.decide(at, count, pool(count, tokens)).replicas == count
+    return scaler
+
+
+def decode(config: AutoscaleConfig = BOUNDS) -> Autoscaler:
+    return Autoscaler(config, has_prefill=False, has_decode=True)
+
+
+def test_prefill_follows_prompt_tokens_and_their_measured_speed() -> None:
+    scaler = watched(prefill(), 3, 6000)
+    # 3000 tokens/s at 1000 a worker: 3 would be full, at most 90 percent are wanted.
+    decision = scaler.decide(10.0, 3, pool(3, 6000))
+    assert decision.replicas == 4
+    assert "3000 prompt tokens/s" in decision.reason
+
+
+def test_a_tight_target_leaves_more_spare() -> None:
+    # A prompt takes 0.5 s: with 0.6 s to the first token hardly any may wait.
+    tight = AutoscaleConfig(min=1, max=8, ttft_p90=0.6)
+    assert watched(prefill(tight), 2, 2000).decide(10.0, 2, pool(2, 2000)).replicas == 4
+    assert watched(prefill(), 2, 2000).decide(10.0, 2, pool(2, 2000)).replicas == 2
+
+
+def test_a_lasting_backlog_grows_the_pool_and_a_short_one_does_not() -> None:
+    scaler = prefill()
+    # Of 2000 tokens that may wait for 1 s; the rest would be gone in 10 s with 3100/s more.
+    waiting = pool(2, 2000, waiting_prefill_tokens=33_000)
+    assert [scaler.decide(t, 2, waiting).replicas for t in (0.0, 2.0)] == [2, 2]
+    assert scaler.decide(4.0, 2, waiting).replicas == 4
+    scaler = prefill()
+    scaler.decide(0.0, 2, waiting)
+    scaler.decide(2.0, 2, pool(2, 2000))
+    assert scaler.decide(4.0, 2, waiting).replicas == 2
+
+
+def test_a_backlog_waits_for_workers_that_are_on_their_way() -> None:
+    scaler = prefill()
+    waiting = pool(2, 2000, waiting_prefill_tokens=33_000)  # 2 ready of 4 that are wanted
+    assert [scaler.decide(2.0 * i, 4, waiting).replicas for i in range(10)] == [4] * 10
+
+
+@pytest.mark.parametrize(
+    ("running", "kv_use", "expected"),
+    # A step of 10 takes 0.03 s; of that nine tenths are used. 0.8 of the blocks may be.
+    [(9, 0.1, 2), (10, 0.1, 3), (18, 0.1, 4), (1, 0.81, 3), (1, 0.4, 2), (9, 1.0, 3)],
+)
+def test_decode_follows_running_sequences_and_blocks(
+    running: int, kv_use: float, expected: int
+) -> None:
+    load = pool(2, requests_running=running, kv_use=kv_use)
+    assert decode().decide(0.0, 2, load).replicas == expected
+
+
+def test_sequences_that_wait_count_and_without_a_target_the_batch_is_the_limit() -> None:
+    free = AutoscaleConfig(min=1, max=8)
+    load = pool(1, requests_running=16, requests_waiting=13)
+    assert decode(free).decide(0.0, 1, load).replicas == 2  # 29 at 14.4 a worker: growth by one
+
+
+def test_growth_is_bounded_in_size_and_pace() -> None:
+    scaler = decode()
+    busy = pool(1, requests_running=16, requests_waiting=200)
+    assert scaler.decide(0.0, 1, busy).replicas == 2
+    assert scaler.decide(2.0, 2, pool(1, requests_running=216)).replicas == 2  # up_seconds
+    assert scaler.decide(15.0, 2, pool(2, requests_running=108)).replicas == 4
+    assert scaler.decide(30.0, 4, pool(4, requests_running=54)).replicas == 8
+    assert scaler.decide(45.0, 8, pool(8, requests_running=54)).replicas == 8  # max
+
+
+def test_a_pool_shrinks_only_after_a_quiet_while_and_not_below_half() -> None:
+    scaler = decode()
+    sizes = [scaler.decide(2.0 * i, 8, pool(8)).replicas for i in range(61)]
+    assert sizes == [8] * 60 + [4]
+    # One busy look inside of the window keeps it.
+    sizes = []
+    for i in range(61, 130):
+        load = pool(4, requests_running=9) if i == 90 else pool(4)
+        sizes.append(scaler.decide(2.0 * i, 4, load).replicas)
+    assert sizes == [4] * len(sizes)
+
+
+def test_bounds_hold_whatever_was_there() -> None:
+    assert decode(AutoscaleConfig(min=3, max=4)).decide(0.0, 1, pool(1)).replicas >= 2
+    assert decode(AutoscaleConfig(min=1, max=2)).decide(0.0, 5, pool(5)).replicas == 2
+
+
+def test_a_pool_that_measured_nothing_stays() -> None:
+    fresh = WorkerLoad(50, 0, 1, 0.0, 16, 0.0, 0.0, 0.0)
+    assert prefill().decide(0.0, 2, PoolLoad([fresh] * 2, 2.0, 100, 1)).replicas == 2
+
+
+# ------------------------------------------------------------------ in a deployment
+
+TEXT = """
+model: m
+pools:
+  prefill: {replicas: 5, autoscale: {min: 1, max: 3, ttft_p90: 1.0}}
+"""
+
+
+def test_a_file_with_wrong_bounds_is_refused() -> None:
+    with pytest.raises(ConfigError, match="pools.prefill.autoscale.min: expected at most max"):
+        parse_config("model: m\npools: {prefill: {autoscale: {min: 3, max: 2}}}")
+
+
+def test_the_size_of_a_pool_that_scales_itself_is_no_change() -> None:
+    running = parse_config(TEXT.replace("5", "2"))
+    assert changes_between(running, parse_config(TEXT)) == []
+    wider = changes_between(running, parse_config(TEXT.replace("max: 3", "max: 9")))
+    assert [(c.key, c.kind.value) for c in wider] == [("pools.prefill.autoscale", "scale")]
+
+
+class FakeOperations:
+    """Runs what is begun at once; busy as often as it is told to be."""
+
+    def __init__(self, fleet: "FakeFleet", busy: int = 0) -> None:
+        self.fleet, self.busy, self.asked = fleet, busy, []
+
+    def begin(self, name, work) -> asyncio.Task:
+        if self.busy:
+            self.busy -= 1
+            work.close()
+            raise OverloadedError("a rollout is under way")
+        return asyncio.create_task(work, name=name)
+
+    async def scale(self, replicas, say) -> None:
+        self.asked.append(dict(replicas))
+        if replicas["prefill"] == 3:
+            raise RequestError("does not fit")
+        data = self.fleet.config.model_dump()
+        data["pools"]["prefill"]["replicas"] = replicas["prefill"]
+        self.fleet.config = Config.model_validate(data)
+
+
+class FakeFleet:
+    config = parse_config(TEXT.replace("5", "1"))
+
+
+class FakeLoads:
+    """Three workers' worth of prompts, as long as somebody looks."""
+
+    def __init__(self) -> None:
+        self.num_started = 0
+
+    def start(self) -> None:
+        self.num_started += 1
+
+    def load(self, name: str) -> PoolLoad:
+        assert name == "prefill"
+        return replace(pool(1, 4000), seconds=20.0, prompt_tokens=40000)
+
+
+async def test_the_controller_asks_again_after_a_person_and_survives_what_does_not_fit() -> None:
+    fleet, loads = FakeFleet(), FakeLoads()
+    fleet.config = parse_config(TEXT.replace("5", "1").replace("1.0", "1.0, up_seconds: 0"))
+    operations = FakeOperations(fleet, busy=2)
+    loop = asyncio.create_task(Autoscaling(fleet, operations, loads, period_s=0.001).run())
+    async with asyncio.timeout(10):
+        while operations.asked[:2] != [{"prefill": 2}, {"prefill": 3}]:
+            await asyncio.sleep(0.001)
+        while len(operations.asked) < 4:  # refused, and asked for again
+            await asyncio.sleep(0.001)
+    assert not loop.done() and operations.busy == 0 and loads.num_started
+    loop.cancel()
