@@ -50,7 +50,10 @@ def compile_grammar(compiler: Any, kind: str, value: str) -> str:
     if kind == "json_object":
         kind, value = "json_schema", '{"type": "object"}'
     if kind == "json_schema":
-        refuse_unsupported(json.loads(value))
+        schema = json.loads(value)
+        refuse_unsupported(schema)
+        if name_required(schema):
+            value = json.dumps(schema)
         compiled = compiler.compile_grammar(_json_grammar(value))
     elif kind == "regex":
         compiled = compiler.compile_regex(value)
@@ -85,8 +88,10 @@ def refuse_unsupported(schema: Any) -> None:
     required = schema.get("required")
     if isinstance(required, list) and isinstance(properties or {}, dict):
         for name in required:
-            if name not in (properties or {}):
-                raise ValueError(f"{name!r} is required and not among 'properties'")
+            if name not in (properties or {}) and not _may_be_named(schema):
+                raise ValueError(
+                    f"{name!r} is required, not among 'properties', and not free to be anything"
+                )
     for word, value in schema.items():
         if word in _NAMED_SCHEMAS and isinstance(value, dict):
             for inner in value.values():
@@ -94,6 +99,35 @@ def refuse_unsupported(schema: Any) -> None:
         elif word not in _DATA:
             for inner in value if isinstance(value, list) else [value]:
                 refuse_unsupported(inner)
+
+
+def _may_be_named(schema: dict[str, Any]) -> bool:
+    """Whether a property that no other keyword speaks of can be put among `properties`."""
+    return schema.get("additionalProperties") is not False and "patternProperties" not in schema
+
+
+def name_required(schema: Any) -> bool:
+    """Puts properties that are required and not named among `properties`, with what
+    `additionalProperties` says of them: xgrammar would not require them. True if it did."""
+    if isinstance(schema, list):
+        return any([name_required(inner) for inner in schema])
+    if not isinstance(schema, dict):
+        return False
+    changed = any(
+        [
+            name_required(list(value.values()) if word in _NAMED_SCHEMAS else value)
+            for word, value in schema.items()
+            if word not in _DATA and isinstance(value, (dict, list))
+        ]
+    )
+    required = schema.get("required")
+    if isinstance(required, list) and isinstance(schema.get("properties", {}), dict):
+        named = schema.setdefault("properties", {}) if required else {}
+        for name in required:
+            if name not in named:
+                named[name] = schema.get("additionalProperties", True)
+                changed = True
+    return changed
 
 
 def _answer(compiler: Any, line: bytes) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """The engine's thread: everything that touches an engine runs there."""
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -30,6 +31,8 @@ class EngineLoop:
       last thing called, at most once. Both run on this thread and must not block.
     - The thread sleeps while there is no work, and while a step changes nothing: only a call
       can change that.
+    - With PDSERVE_DEBUG=1 the engine's books are checked whenever it is idle; an error there is
+      a crash.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()  # None wakes only
         self._lock = threading.Lock()  # orders `call` against the end of the inbox
         self._is_closed = False
+        self._checks_when_idle = os.environ.get("PDSERVE_DEBUG") == "1"
         self._is_stopping = threading.Event()
         self._progress_at: float | None = None  # None: idle
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -110,6 +114,8 @@ class EngineLoop:
         if may_wait:
             if not self._engine.num_running:
                 self._progress_at = None
+                if self._checks_when_idle:
+                    self._engine.check_integrity()
             timeout = _RETRY_SECONDS if self._engine.has_work() else None
             try:
                 item = self._inbox.get(timeout=timeout)

@@ -1,8 +1,11 @@
 """Fixtures that every part of the suite may use."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+os.environ["PDSERVE_DEBUG"] = "1"  # engines check their books whenever they are idle
 
 
 @pytest.fixture(scope="session")

@@ -201,6 +201,15 @@ def test_a_crash_is_told_once_and_fails_what_is_queued():
     assert harness.crash.empty()
 
 
+def test_books_that_are_wrong_end_an_idle_engine_in_debug_mode(harness):
+    harness.add("r", max_tokens=2)
+    harness.finish("r")
+    harness.wait_until_idle()
+    harness.loop.call(lambda engine: engine.pool._empty.append(0)).result(WAIT)
+    assert "twice in the free queue" in str(harness.crash.get(timeout=WAIT))
+    harness.engine.pool._empty.pop()
+
+
 def test_stop_ends_after_the_step_and_fails_queued_calls():
     harness = Harness()
     entered, go_on = threading.Event(), threading.Event()

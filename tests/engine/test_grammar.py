@@ -170,7 +170,11 @@ def test_what_does_not_fit_is_refused_at_the_door():
         ({"$defs": {"a": {"contains": {}}}}, "contains"),
         ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "allOf"),
         ({"items": {"$ref": "http://example.org/x"}}, r"\$ref"),
-        ({"required": ["a"], "properties": {"b": {}}}, "'a' is required"),
+        (
+            {"required": ["a"], "properties": {"b": {}}, "additionalProperties": False},
+            "'a' is required",
+        ),
+        ({"required": ["a"], "patternProperties": {"^a": {"type": "null"}}}, "'a' is required"),
     ],
 )
 def test_a_schema_that_could_not_be_held_is_refused_by_name(schema, named):
@@ -182,6 +186,30 @@ def test_a_property_may_be_called_like_a_keyword():
     refuse_unsupported(
         {"properties": {"not": {}, "if": {"enum": [{"contains": 1}]}}, "required": ["if"]}
     )
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "object", "required": ["a"]}, ['{"a": [1]}'], ["{}", '{"b": 1}']),
+        (
+            {"type": "object", "properties": {"b": {"type": "null"}}, "required": ["a"],
+             "additionalProperties": {"type": "integer"}},
+            ['{"b": null, "a": 3}', '{"a": 3}', '{"a": 3, "c": 4}'],
+            ['{"b": null}', '{"a": "x"}', '{"c": 4}'],
+        ),
+        (
+            {"type": "array", "items": {"anyOf": [{"type": "object", "required": ["a"]}]}},
+            ['[{"a": 1}]', "[]"],
+            ["[{}]"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_required_property_needs_no_schema_of_its_own(schema, good, bad):
+    for text in (*good, *bad):
+        matcher = matcher_of(json_schema(schema))
+        fits = all(map(matcher.accept, text.encode())) and matcher.accept(EOS)
+        assert fits == (text in good), text
 
 
 @pytest.fixture(scope="module")
