@@ -49,6 +49,12 @@ test-hosts: $(VENV)/.installed-dev ## Test a hand-over between network namespace
 test-k8s: $(VENV)/.installed-dev ## Run the containers' commands of k8s/ here, as processes
 	$(BIN)/python -m pytest -m slow tests/k8s $(ARGS)
 
+test-tls: $(VENV)/.installed-dev ## Run a deployment with mutual TLS inside and two routers
+	$(BIN)/python -m pytest -m slow tests/e2e/test_tls_live.py $(ARGS)
+
+fuzz: $(VENV)/.installed-dev ## Send 5000 and more requests that the OpenAPI document allows, and does not
+	$(BIN)/python -m pytest -m slow tests/e2e/test_fuzz.py -s $(ARGS)
+
 lint: $(VENV)/.installed-dev ## Check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
