@@ -17,7 +17,7 @@ for nothing), or as unrecognized. vLLM's well-known extras go by their names.
 | stop | up to 4 strings of 1 .. 1024 characters | |
 | logprobs | 0 .. 20 (chats: boolean, top_logprobs 0 .. 20) | |
 | presence_penalty, frequency_penalty | -2 .. 2 | |
-| repetition_penalty | over 0, at most 10 | |
+| repetition_penalty | 0.01 .. 10 | far less would make logits infinite |
 | logit_bias | token id -> -100 .. 100, up to 1024 | |
 """
 
@@ -125,7 +125,7 @@ class GenerationBody(StrictBody):
     # vLLM
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Unit | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower goes first

@@ -156,6 +156,7 @@ async def test_images_are_refused_and_nothing_is_fetched(router: Running) -> Non
 @pytest.mark.parametrize(
     "fields",
     [
+        {"repetition_penalty": 1e-300},  # makes infinite logits
         {"n": 10**6}, {"stop": ["x"] * 5}, {"stop": ["x" * 10**6]}, {"logprobs": 10**5},
         {"prompt": ["x"] * 10**5}, {"max_tokens": 10**12}, {"prompt": [[1]] * 10**5},
         {"logit_bias": {str(i): 1 for i in range(10**5)}}, {"stop_token_ids": list(range(10**5))},
