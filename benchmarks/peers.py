@@ -106,7 +106,8 @@ class Workshop:
 def pdserve(workshop: Workshop, config: str, name: str, *settings: str) -> Peer:
     options = [f"router.http=127.0.0.1:{PORT}", f"router.grpc=127.0.0.1:{PORT + 1}", *settings]
     sets = [part for option in options for part in ("--set", option)]
-    command = [sys.executable, "-m", "cli.main", "up", str(ROOT / "configs" / config), *sets]
+    program = Path(sys.executable).with_name("pdserve")
+    command = [str(program), "up", str(ROOT / "configs" / config), *sets]
     return Peer(name, command, "/ready", environment={"PYTHONPATH": str(ROOT)})
 
 
