@@ -115,7 +115,11 @@ def name_required(schema: Any) -> bool:
         return False
     changed = any(
         [
-            name_required(list(value.values()) if word in _NAMED_SCHEMAS else value)
+            name_required(
+                list(value.values())
+                if word in _NAMED_SCHEMAS and isinstance(value, dict)
+                else value
+            )
             for word, value in schema.items()
             if word not in _DATA and isinstance(value, (dict, list))
         ]
