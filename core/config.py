@@ -245,17 +245,6 @@ class Config(_Section):
     ray: RayConfig = RayConfig()
 
     @model_validator(mode="after")
-    def _can_embed(self) -> "Config":
-        for name in self.active_pools:
-            if self.router.embeddings and getattr(self.pools, name).tensor_parallel_size > 1:
-                raise _KeyedError(
-                    ("router", "embeddings"),
-                    f"expected null with pools.{name}.tensor_parallel_size over 1: a model that is "
-                    "cut among ranks gives no embeddings",
-                )
-        return self
-
-    @model_validator(mode="after")
     def _pools_agree(self) -> "Config":
         for name in ("prefill", "decode", "colocated"):
             self.engine_for(name)

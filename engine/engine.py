@@ -409,7 +409,7 @@ class Engine:
             raise RequestError(f"request {request.request_id} exists", param="request_id")
         check_request(request, self._vocab_size, self.max_model_len)
         if request.sampling.pooling is not None and not isinstance(self.model, PooledModel):
-            raise RequestError("this worker's model gives no embeddings: it is cut among ranks")
+            raise RequestError("this worker's model gives no embeddings")
         seq = Sequence(
             request,
             arrival=next(self._arrivals),

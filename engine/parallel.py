@@ -17,7 +17,8 @@ goes over NCCL there. Process groups are objects with an owner, never torch's gl
 import datetime
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 from core.errors import RankLostError
 from engine.attention.base import StepBatch
-from engine.types import Model, ModelLimits
+from engine.types import Model, ModelLimits, PooledModel
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ class StepKind(IntEnum):
 
     STOP = 0
     FORWARD = 1
+    HIDDEN_STATES = 2  # the same step, up to the final hidden states
+    LOGITS = 3  # of the first so many of those
 
 
 class RankGroup:
@@ -113,11 +116,15 @@ class RankGroup:
         options.rootRank = 0
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
         if not x.numel():
-            self.all_reduce(torch.zeros(1, device=self.device))
+            self.end_step()
         else:
             with self._translated("in a step"):
                 self._compute.gather([parts] if parts else [], [x.contiguous()], options).wait()
         return torch.cat(parts, dim=-1) if parts else None
+
+    def end_step(self) -> None:
+        """Of one that gathers nothing: as `gather` says."""
+        self.all_reduce(torch.zeros(1, device=self.device))
 
     # ------------------------------------------------------------ control
 
@@ -230,7 +237,7 @@ def decode_step(message: list[int]) -> tuple[StepBatch, list[int], list[int]]:
     return StepBatch(query_lens, seq_lens, tables, num_decodes), message[at:], rows
 
 
-class ShardedModel(Model, Protocol):
+class ShardedModel(Model, PooledModel, Protocol):
     """A rank's own part of a model."""
 
     def compatibility(self) -> dict[str, str]: ...
@@ -272,16 +279,35 @@ class TensorParallel:
         batch: StepBatch,
         logits_rows: torch.Tensor,
     ) -> torch.Tensor:
+        ids, rows = input_ids.tolist(), logits_rows.tolist()
+        self._announce(encode_step(StepKind.FORWARD, batch, ids, rows))
+        with _final_errors():
+            return self._model.forward(input_ids, positions, batch, logits_rows)
+
+    def hidden_states(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: StepBatch,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        ids, wanted = input_ids.tolist(), rows.tolist()
+        self._announce(encode_step(StepKind.HIDDEN_STATES, batch, ids, wanted))
+        with _final_errors():
+            hidden = self._model.hidden_states(input_ids, positions, batch, rows)
+            self._ranks.end_step()
+            return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the first rows that the last `hidden_states` returned: every rank has them."""
+        self._announce([StepKind.LOGITS, len(hidden)])
+        with _final_errors():
+            return self._model.logits(hidden)
+
+    def _announce(self, step: list[int]) -> None:
         if not self._is_open:
             raise RankLostError("the ranks of this worker have been told to stop")
-        step = encode_step(StepKind.FORWARD, batch, input_ids.tolist(), logits_rows.tolist())
         self._ranks.send(step)
-        try:
-            return self._model.forward(input_ids, positions, batch, logits_rows)
-        except RankLostError:
-            raise
-        except Exception as error:
-            raise RankLostError(f"rank 0 failed inside a step: {error}") from error
 
     def close(self) -> None:
         """Ends the followers' loops and leaves the group. On the thread that calls forward, or when
@@ -296,16 +322,28 @@ class TensorParallel:
                 self._ranks.close()
 
 
-def run_follower(
-    model: Model, ranks: RankGroup, on_step: Callable[[], None] = lambda: None
-) -> None:
+@contextmanager
+def _final_errors() -> Iterator[None]:
+    try:
+        yield
+    except RankLostError:
+        raise
+    except Exception as error:
+        raise RankLostError(f"rank 0 failed inside a step: {error}") from error
+
+
+def run_follower(model: ShardedModel, ranks: RankGroup) -> None:
     """The life of a rank other than 0, from the first step until rank 0 says stop. `model` has its
     KV cache bound. Raises RankLostError when rank 0 is gone, and whatever the model raises."""
+    hidden = torch.empty(0)
     while True:
         message = ranks.receive()
         if message[0] == StepKind.STOP:
             ranks.close()
             return
+        if message[0] == StepKind.LOGITS:
+            model.logits(hidden[: message[1]])
+            continue
         batch, input_ids, rows = decode_step(message)
         positions = [
             position
@@ -317,5 +355,8 @@ def run_follower(
             for values in (input_ids, positions, rows)
         )
         ids, at, logits_rows = tensors
-        model.forward(ids, at, batch, logits_rows)
-        on_step()
+        if message[0] == StepKind.FORWARD:
+            model.forward(ids, at, batch, logits_rows)
+        else:
+            hidden = model.hidden_states(ids, at, batch, logits_rows)
+            ranks.end_step()

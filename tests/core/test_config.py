@@ -82,11 +82,6 @@ def test_wrong_keys(text, message):
             "c.yaml:2: pools.colocated.tensor_parallel_size: expected less than or equal to 8",
         ),
         (
-            "model: a\nmode: colocated\npools: {colocated: {tensor_parallel_size: 2}}\n"
-            "router: {embeddings: mean}",
-            "c.yaml:4: router.embeddings: expected null with pools.colocated",
-        ),
-        (
             "model: a\nkv_transfer: {compression: int8}",
             "c.yaml:2: kv_transfer.compression: expected checksum: false with int8",
         ),

@@ -123,7 +123,7 @@ def test_an_abort_in_the_middle_frees_everything(pair: Any) -> None:
 
 def test_what_is_refused() -> None:
     engine = make_engine(MockModel())
-    with pytest.raises(RequestError, match="cut among ranks"):
+    with pytest.raises(RequestError, match="gives no embeddings"):
         engine.add_prefill(embed("e", [1, 2], Pooling.MEAN), hold=False)
     sampling = SamplingParams(max_tokens=1, pooling=Pooling.MEAN)
     with pytest.raises(RequestError, match="max_tokens 0"):

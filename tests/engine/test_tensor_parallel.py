@@ -9,7 +9,7 @@ import torch
 
 from core.config import EngineConfig
 from core.errors import ModelError, RankLostError
-from core.types import GenerationRequest, SamplingParams
+from core.types import GenerationRequest, Pooling, SamplingParams
 from engine.attention.base import StepBatch
 from engine.engine import Engine
 from engine.model.load import load_model
@@ -90,6 +90,33 @@ def test_an_engine_says_the_same_with_and_without_ranks(
     alone = _outputs(load_model(files, **options))
     with sharded(files, 2, _BLOCKS, _BLOCK, **options) as model:
         assert _outputs(model) == alone
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+def test_embeddings_beside_text(pooling: Pooling, tmp_path: Path) -> None:
+    reference = make_tiny("gemma2")
+    files = save_tiny(reference, tmp_path)
+    ids = random_ids(19)
+    with torch.inference_mode():
+        states = reference.model(torch.tensor([ids])).last_hidden_state[0]
+    wanted = states.mean(0) if pooling is Pooling.MEAN else states[-1]
+    with sharded(files, 2, 32, 4, dtype="float32") as model:
+        config = EngineConfig(block_size=4, max_num_batched_tokens=8)
+        engine = Engine(model, config, 32)
+        text = SamplingParams(max_tokens=9, temperature=0.0)
+        engine.add(GenerationRequest("text", tuple(ids[:5]), text))
+        only = SamplingParams(max_tokens=0, pooling=pooling)
+        engine.add_prefill(GenerationRequest("e", tuple(ids), only), hold=False)
+        said, embedding = [], b""
+        while engine.has_work():
+            for output in engine.step():
+                assert output.error is None
+                said += output.token_ids
+                embedding = embedding or output.embedding
+    found = torch.frombuffer(bytearray(embedding), dtype=torch.float32)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    logits = reference_logits(reference, [*ids[:5], *said])
+    assert said == logits[4:-1].argmax(-1).tolist() and len(said) == 9
 
 
 _BLOCKS, _BLOCK = 20, 4
