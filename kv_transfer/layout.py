@@ -100,7 +100,7 @@ class BlockCopy:
 class CopyPlan:
     """What `rank` of the destination needs for a prompt of `num_tokens` tokens.
 
-    Tokens are copied to the end of the source's last block. Of layers with a sliding window only
+    Whole pairs of blocks are copied, the last one included. Of layers with a sliding window only
     those pairs of blocks go that a query behind the prompt can still see into: destination blocks
     before `first_whole_position` are incomplete, and nobody else may use them.
     """

@@ -220,7 +220,9 @@ class WorkerRuntime:
             max_model_len=engine.max_model_len,
             block_size=settings.engine.block_size,
             num_kv_blocks=engine.kv_cache.shape[0],
-            kv_block_bytes=engine.kv_cache[0].numel() * engine.kv_cache.itemsize,
+            kv_block_bytes=engine.kv_cache[0].numel()
+            * engine.kv_cache.itemsize
+            * settings.num_ranks,
             max_num_seqs=settings.engine.max_num_seqs,
             prefix_caching=settings.engine.enable_prefix_caching,
             max_batched_tokens=settings.engine.max_num_batched_tokens,

@@ -72,6 +72,10 @@ async def check_equality(pair: Pair) -> None:
             handed = await pair.generate(request(tokens, cache_salt="a"))
             assert handed.error is None and handed.tokens == alone.tokens
             assert len(handed.tokens) == 12
+            assert handed.decode_started is not None
+            if handed.decode_started.num_cached_tokens == 0 and length == 8:
+                # What all ranks have pulled together.
+                assert handed.decode_started.kv_bytes == pair.decode.info.kv_block_bytes
 
 
 @pytest.mark.parametrize(
