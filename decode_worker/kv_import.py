@@ -220,6 +220,8 @@ class KVImport:
 
     async def _reserve(self) -> None:
         """Waits for blocks here; the lease keeps P's alive meanwhile."""
+        if self._machine.state is not ReceiveState.RESERVING:
+            return  # lost before this task ran: what was given back must not be asked for now
         started = self._started
         started.queue_offset_seconds = now() - self._arrived
         await self._runtime.run_on_engine(lambda e: e.add_remote(self._request, self._matcher))
