@@ -96,7 +96,8 @@ async def test_a_retry_and_a_resume_are_attempts_of_one_timeline(router_2p2d: Ru
     assert len(outcomes) == 3 and outcomes[-1] == "ok"
     assert all("no power" in outcome for outcome in outcomes[:2])
     resumed = [attempt["resumed_at_token"] for attempt in sequence["attempts"]]
-    assert resumed == [0, 0, 3]
+    # The error may overtake tokens, which are then made again.
+    assert resumed[:2] == [0, 0] and 1 <= resumed[2] <= 3
     assert sequence["attempts"][0]["prefill_worker"] != sequence["attempts"][1]["prefill_worker"]
     assert sequence["attempts"][1]["decode_worker"] != sequence["attempts"][2]["decode_worker"]
     assert len(sequence["token_seconds"]) == 8

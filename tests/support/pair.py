@@ -139,18 +139,19 @@ class Pair:
         return await worker.runtime.run_on_engine(lambda e: e.block_counts())
 
     async def wait_idle(self, timeout_s: float = 5.0) -> None:
-        """Until no block is in use on either side; then both engines must be sound."""
+        """Until no block is in use on either side, no call open and no lease held; then both engines
+        must be sound."""
         workers = (self.prefill, self.decode)
         async with asyncio.timeout(timeout_s):
             while True:
                 counts = [await self.counts(worker) for worker in workers]
-                if all(c.running == c.held == c.awaiting == 0 for c in counts):
+                is_quiet = all(c.running == c.held == c.awaiting == 0 for c in counts)
+                num_open = [len(worker.runtime.outputs) for worker in workers]
+                if is_quiet and not any(num_open) and not len(self.prefill.leases):
                     break
                 await asyncio.sleep(0.01)
         for worker in workers:
             await worker.runtime.run_on_engine(lambda e: e.check_integrity())
-            assert len(worker.runtime.outputs) == 0
-        assert len(self.prefill.leases) == 0
 
     async def close(self) -> None:
         for channel in self.channels.values():
