@@ -139,8 +139,8 @@ class Pair:
         return await worker.runtime.run_on_engine(lambda e: e.block_counts())
 
     async def wait_idle(self, timeout_s: float = 5.0) -> None:
-        """Until no block is in use on either side, no call open and no lease held; then both engines
-        must be sound."""
+        """Until no block is in use on either side, no call open and no lease held; then both
+        engines must be sound."""
         workers = (self.prefill, self.decode)
         async with asyncio.timeout(timeout_s):
             while True:
