@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN_GRACE_S = 10.0
 _HEALTH_INTERVAL_S = 1.0
+_JOIN_S = 5.0
 
 
 class RouterServer:
@@ -118,6 +119,8 @@ class RouterServer:
 
     async def start(self) -> None:
         self.registry.start()
+        if self._share is not None:
+            await self._wait_to_join()
         await self._grpc.start()
         self._tasks = [
             asyncio.create_task(self._http.serve_on(self._listener), name="http"),
@@ -126,6 +129,14 @@ class RouterServer:
         if self._own_http is not None and self._share is not None:
             own = self._own_http.serve_on(_listen_locally(self._share.socket_path))
             self._tasks.append(asyncio.create_task(own, name="http of this process"))
+
+    async def _wait_to_join(self) -> None:
+        """A process beside others takes no connection before it can serve one, for a while: the
+        others may be able to."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _JOIN_S
+        while not self.registry.can_serve() and (left := deadline - loop.time()) > 0:
+            await self.registry.wait_for_change(left)
 
     async def close(self, grace_s: float = SHUTDOWN_GRACE_S) -> None:
         """Refuses new work, gives running streams `grace_s`, ends the others with an error."""
@@ -170,14 +181,28 @@ def _listen_locally(path: Path) -> socket.socket:
     return listener
 
 
+def _bound(family: socket.AddressFamily, address: tuple[str, int]) -> socket.socket:
+    """Shares its port with others of its kind. Raises OSError."""
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
 def _listen(address: str, reuse_port: bool) -> socket.socket:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server(
-            (host, int(port)), family=family, backlog=2048, reuse_port=reuse_port
-        )
+        if reuse_port:  # listening begins with serving: until then others get all connections
+            listener = _bound(family, (host, int(port)))
+        else:
+            listener = socket.create_server((host, int(port)), family=family, backlog=2048)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"router.http: cannot listen on {address}: {reason}") from None
