@@ -67,6 +67,8 @@ class WorkerActor:
         """Builds and starts the worker. `settings.host` "" stands for this node's address."""
         # Ray sets 1. Read by OpenMP when torch is imported, which has not happened yet.
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+        # Between two steps its threads would spin for milliseconds, on cores that others need.
+        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
         # The worker may be on another machine: then it is not in the environment yet.
         set_cluster_token(settings.cluster_token)
         try:
