@@ -94,7 +94,7 @@ async def test_any_two_degrees(tmp_path: Path, ours: int, theirs: int, transport
         await check_equality(pair)
         assert len(pair.prefill.info.ranks) == ours - 1
         if max(ours, theirs) == 2:  # more processes than this only take longer
-            burst = [request(tokens_of(20, seed), max_tokens=4) for seed in range(12)]
+            burst = [request(tokens_of(20, seed), max_tokens=4) for seed in range(128)]
             answers = await asyncio.gather(*[pair.generate(r, timeout_s=60) for r in burst])
             assert [answer.error for answer in answers] == [None] * len(burst)
 
