@@ -30,8 +30,8 @@ install: $(VENV)/.installed ## Make .venv and install pdserve with its workers
 serve: $(VENV)/.installed ## Get the model and serve configs/local.yaml until Ctrl-C (CONFIG=, ARGS=)
 	@exec $(BIN)/pdserve up $(CONFIG) $(ARGS)
 
-test: $(VENV)/.installed-dev ## Run the test suite (ARGS= goes to pytest)
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+test: $(VENV)/.installed-dev ## Run the test suite in two processes (ARGS= goes to pytest)
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-clients: $(VENV)/.installed-dev ## Test LangChain and lm-eval against a live deployment
 	$(PIP) install $(PIP_ARGS) -e ".[clients]" | { grep -v "already satisfied" || true; }

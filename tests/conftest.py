@@ -8,6 +8,22 @@ import pytest
 os.environ["PDSERVE_DEBUG"] = "1"  # engines check their books whenever they are idle
 
 
+# With pytest-xdist (`make test`), a file's tests run in one process, in their order; all that
+# starts deployments or looks at the whole machine (processes, shared memory) in one and the same.
+ONE_AT_A_TIME = ("e2e", "cluster", "cli", "k8s")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tells pytest-xdist which tests belong to one process."""
+    for item in items:
+        name, _, rest = item.nodeid.removeprefix("tests/").partition("/")
+        alone = name in ONE_AT_A_TIME
+        group = "deployments" if alone else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args[0] != "deployments")
+
+
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with random weights, small enough that a step takes a millisecond."""
