@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-OVERLAYS = ("cpu-demo", "gpu")
+OVERLAYS = ("cpu-demo", "gpu", "gpu-tls")
 KUBECTL = shutil.which("kubectl")
 CRDS = Path(os.environ.get("PDSERVE_CRDS") or ROOT.parent / "shared" / "data" / "crds")
 

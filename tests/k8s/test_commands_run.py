@@ -67,8 +67,10 @@ class Pods:
         cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         own = {}
         for variable in container.get("env", []):
-            key = variable["valueFrom"]["secretKeyRef"]["key"]
-            own[variable["name"]] = f"the secret {key} of this test"
+            own[variable["name"]] = variable.get("value", "")
+            if "valueFrom" in variable:
+                key = variable["valueFrom"]["secretKeyRef"]["key"]
+                own[variable["name"]] = f"the secret {key} of this test"
         return {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "HOME": str(self.folder),

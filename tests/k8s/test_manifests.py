@@ -105,7 +105,7 @@ def test_no_container_has_more_rights_than_it_needs(overlay):
         assert security["readOnlyRootFilesystem"] is True, name
         assert security["allowPrivilegeEscalation"] is False, name
         assert security["capabilities"]["drop"] == ["ALL"], name
-        may_lock = overlay == "gpu" and name in ("prefill/ray-worker", "decode/ray-worker")
+        may_lock = overlay != "cpu-demo" and name in ("prefill/ray-worker", "decode/ray-worker")
         assert security["capabilities"].get("add", []) == (["IPC_LOCK"] if may_lock else []), name
 
 
@@ -127,9 +127,12 @@ def test_every_container_is_probed_and_no_liveness_waits_for_a_model(overlay):
         assert live["periodSeconds"] * live["failureThreshold"] >= 60, name
         if "httpGet" in live:
             assert live["httpGet"]["path"] == "/health", name  # /ready depends on others
+            assert live["httpGet"].get("scheme") == ("HTTPS" if overlay == "gpu-tls" else None)
         ports = {port["name"] for port in container["ports"]}
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             probe = container[kind]
+            if "httpGet" in live:
+                assert probe["httpGet"].get("scheme") == live["httpGet"].get("scheme"), name
             assert (probe.get("httpGet") or probe["tcpSocket"])["port"] in ports, name
 
 
@@ -184,6 +187,15 @@ def test_ports_agree_with_the_yaml_and_services_with_ports(overlay):
     assert ports["pdserve-router/router", "http"] == int(config.router.http.rpartition(":")[2])
     assert ports["pdserve-router/router", "grpc"] == int(config.router.grpc.rpartition(":")[2])
     assert config.router.http.startswith("0.0.0.0:")
+    (service,) = [s for s in of_kind(objects, "Service") if s["metadata"]["name"] == "pdserve"]
+    http, grpc = service["spec"]["ports"]
+    if config.router.tls is None:
+        assert (http["port"], grpc["appProtocol"]) == (80, "kubernetes.io/h2c")
+    else:
+        assert http["port"] == 443 and "appProtocol" not in grpc  # h2c is HTTP/2 without TLS
+    for monitor in of_kind(objects, "PodMonitor"):
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        assert (endpoint.get("scheme") == "https") == (config.router.tls is not None)
     services = {s["metadata"]["name"]: s for s in of_kind(objects, "Service")}
     named = {port for _, port in ports}
     for service in services.values():
@@ -224,6 +236,47 @@ def test_each_pool_has_a_worker_group_whose_pods_hold_one_worker(overlay):
 
 def number(command, flag):
     return next((float(w.removeprefix(flag)) for w in command if w.startswith(flag)), 0.0)
+
+
+def test_certificates_come_from_secrets_at_the_paths_that_the_yaml_names(overlay):
+    """For every container that reads the configuration, and for the drain of a pod that goes."""
+    objects = render(overlay)
+    config = parse_config(deployment_yaml(objects))
+    assert (config.tls is not None) == (config.router.tls is not None) == (overlay == "gpu-tls")
+    if config.tls is None or config.router.tls is None:
+        return
+    inside = {"PDSERVE_TLS_CA_FILE": config.tls.ca_file,
+              "PDSERVE_TLS_CERT_FILE": config.tls.cert_file,
+              "PDSERVE_TLS_KEY_FILE": config.tls.key_file}  # fmt: skip
+    edge = {config.router.tls.cert_file, config.router.tls.key_file}
+    for pod, template in pod_templates(objects):
+        volumes = {v["name"]: v for v in template["spec"]["volumes"]}
+        for container in template["spec"]["containers"]:
+            found = set()
+            for mount in container["volumeMounts"]:
+                secret = volumes[mount["name"]].get("secret")
+                if secret is not None:
+                    assert mount["readOnly"] and secret["defaultMode"] == 0o440
+                    keys = ("ca.crt", "tls.crt", "tls.key")  # as cert-manager names them
+                    found |= {f"{mount['mountPath']}/{key}" for key in keys}
+            if container["name"] == "ray-head":  # reads no configuration
+                assert not found
+                continue
+            assert set(inside.values()) <= found, container["name"]
+            assert (edge <= found) == (pod == "pdserve-router")
+            if "preStop" in container.get("lifecycle", {}) and pod != "pdserve-router":
+                own = {v["name"]: v.get("value") for v in container["env"]}
+                assert inside.items() <= own.items()
+
+
+def test_what_the_head_knows_outlives_its_pod_and_nodes_wait_for_the_next_one(overlay):
+    """V59: with a head that had forgotten them, the nodes of all workers would end."""
+    (cluster,) = of_kind(render(overlay), "RayCluster")
+    assert cluster["spec"]["gcsFaultToleranceOptions"]["backend"] == "rocksdb"
+    for name, container in containers(render(overlay)):
+        if name.endswith("/ray-worker"):
+            own = {v["name"]: v.get("value") for v in container["env"]}
+            assert int(own["RAY_gcs_rpc_server_reconnect_timeout_s"]) >= 3600, name
 
 
 def test_secrets_are_named_and_never_written(overlay):
