@@ -15,6 +15,7 @@ from cli.stop_signals import StopSignals
 from cli.terminal import Reporter
 from core.config import Config, load_config
 from core.host import available_memory
+from core.logs import LogFormat, formatter
 from core.model_files import resolve_model
 
 # Before grpc is loaded: its notes about our starting of processes are no news for a terminal.
@@ -82,7 +83,7 @@ def _run(
 ) -> None:
     config = checked.config
     log_dir = log_dir_for(config.router.http)
-    with _logging_to(log_dir, options.verbose):
+    with _logging_to(log_dir, options.verbose, config.log_format):
         reporter.doing("Starting Ray" if config.ray.address is None else "Connecting to Ray")
         from cli.foreground import Foreground  # imports ray
         from cluster.ray_session import ray_session
@@ -118,20 +119,19 @@ def _run(
 
 
 @contextlib.contextmanager
-def _logging_to(log_dir: Path, verbose: bool) -> Iterator[None]:
+def _logging_to(log_dir: Path, verbose: bool, log_format: LogFormat) -> Iterator[None]:
     """Logs of this process go to a file, and to the terminal too if `verbose`. So do the lines
     that Ray prints to stdout. The files of an earlier run are kept once, as *.old."""
     log_dir.mkdir(parents=True, exist_ok=True)
     for path in log_dir.glob("*.log"):
         path.replace(path.with_suffix(".log.old"))
     root, level = logging.getLogger(), logging.getLogger().level
-    form = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     with (log_dir / "controller.log").open("a", buffering=1) as file:
         handlers: list[logging.Handler] = [logging.StreamHandler(file)]
         if verbose:
             handlers.append(logging.StreamHandler(sys.stderr))
         for handler in handlers:
-            handler.setFormatter(form)
+            handler.setFormatter(formatter(log_format))
             root.addHandler(handler)
         root.setLevel(logging.INFO)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every poll

@@ -29,6 +29,7 @@ _ENGINE_KEYS = {
     "attention",
     "cuda_graphs",
 }
+_PLACEMENT_KEYS = {"resources", "label_selector", "runtime_env", "tensor_parallel_size"}
 _WORKER_KEYS = {"kv_transfer.lease_seconds"}
 
 
@@ -67,9 +68,7 @@ def _what_it_takes(key: str, new: Config) -> tuple[ChangeKind, tuple[str, ...]]:
         pool, section = rest[0], rest[1]
         if section in ("replicas", "autoscale"):
             return ChangeKind.SCALE, (pool,)
-        if section in ("resources", "tensor_parallel_size") or (
-            section == "engine" and rest[-1] in _ENGINE_KEYS
-        ):
+        if section in _PLACEMENT_KEYS or (section == "engine" and rest[-1] in _ENGINE_KEYS):
             return ChangeKind.ROLLOUT, (pool,)
     elif key in _WORKER_KEYS or (first == "engine" and rest[0] in _ENGINE_KEYS):
         return ChangeKind.ROLLOUT, new.active_pools
@@ -99,7 +98,7 @@ def _flat(config: Config, other_mode: str) -> dict[str, Any]:
 def _leaves(node: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in node.items():
         # These are one thing each: a key that goes is as much a change as one that comes.
-        if isinstance(value, dict) and key not in ("resources", "autoscale"):
+        if isinstance(value, dict) and key not in {*_PLACEMENT_KEYS, "autoscale"}:
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

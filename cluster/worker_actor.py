@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import ConfigError, ModelError
+from core.logs import use_format
 from core.types import Role
 from core.worker_settings import WorkerSettings
 from rpc.cluster_token import set_cluster_token
@@ -71,6 +72,7 @@ class WorkerActor:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
         # The worker may be on another machine: then it is not in the environment yet.
         set_cluster_token(settings.cluster_token)
+        use_format(settings.config.log_format)
         try:
             use_internal_tls(settings.config)
             self._progress = "importing"

@@ -21,6 +21,7 @@ from cluster.backoff import Backoff
 from cluster.placement import PlacementError, actor_options, reserved
 from cluster.view import ViewPublisher
 from cluster.worker_actor import FOLLOWER_CLASS, WORKER_CLASSES, StartOutcome, WorkerActor
+from core.config import PoolConfig
 from core.errors import ConfigError, DeadlineError, EngineError, PdserveError
 from core.types import WorkerState
 from core.worker_settings import WorkerSettings
@@ -89,6 +90,11 @@ class WorkerSlot:
     @property
     def id(self) -> str:
         return self.settings.worker_id
+
+    @property
+    def _wishes(self) -> PoolConfig:
+        """What the configuration says of its pool."""
+        return self.settings.config.pools.named(self.pool)
 
     @property
     def is_ready(self) -> bool:
@@ -163,9 +169,11 @@ class WorkerSlot:
         self._publish(WorkerState.STARTING, "waiting for resources")
         name = f"pdserve:{self._options.deployment}:{worker_id}"
         ranks = range(self.settings.num_ranks)
-        patience_s = self._options.placement_timeout_s
+        patience_s, wishes = self._options.placement_timeout_s, self._wishes
         try:
-            async with reserved(self._bundle, len(ranks), name, patience_s) as group:
+            async with reserved(
+                self._bundle, len(ranks), name, patience_s, wishes.label_selector
+            ) as group:
                 self._actors = [self._create_actor(name, group, rank) for rank in ranks]
                 try:
                     await self._start()
@@ -199,7 +207,7 @@ class WorkerSlot:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=rank
                 ),
-                **actor_options(self._bundle),
+                **actor_options(self._bundle, self._wishes.runtime_env),
             )
             .remote(worker_class, log_dir and f"{log_dir}/{log_name}.log")
         )

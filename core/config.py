@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from core.errors import ConfigError
+from core.logs import LogFormat
 
 Positive = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -127,6 +128,9 @@ class PoolConfig(_Section):
     # Processes that a worker of this pool consists of, each with `resources` of its own.
     tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = 1
     resources: dict[str, Amount] = {}
+    # On a Ray cluster: labels that a node must have; values in Ray's words: A100, !A100, in(a,b).
+    label_selector: dict[str, str] = {}
+    runtime_env: dict[str, Any] = {}  # of its processes, as Ray takes it: env_vars, pip ...
     engine: dict[str, Any] = {}
     autoscale: AutoscaleConfig | None = None  # then `replicas` is what the pool starts with
 
@@ -243,11 +247,17 @@ class Config(_Section):
     router: RouterConfig = RouterConfig()
     tls: TlsConfig | None = None
     ray: RayConfig = RayConfig()
+    log_format: LogFormat = "text"  # of every process; json: an object a line, for a collector
 
     @model_validator(mode="after")
     def _pools_agree(self) -> "Config":
         for name in ("prefill", "decode", "colocated"):
             self.engine_for(name)
+            if self.pools.named(name).label_selector and self.ray.address is None:
+                raise _KeyedError(
+                    ("pools", name, "label_selector"),
+                    "expected ray.address with it: a Ray of its own has one node, without labels",
+                )
             if self.draft_model_of(name) and self.pools.named(name).tensor_parallel_size > 1:
                 raise _KeyedError(
                     ("pools", name, "tensor_parallel_size"),

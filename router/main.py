@@ -19,6 +19,7 @@ import uvloop
 
 from core.config import Config, load_config
 from core.errors import ConfigError, ModelError
+from core.logs import use_format
 from core.model_files import resolve_model
 from router.server import RouterServer
 from router.share import Share
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         config = load_config(options.config, options.set)
+        use_format(config.log_format)
         use_internal_tls(config)
         share = None
         if options.share_folder is not None:

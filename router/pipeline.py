@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from core.block_hash import short_hash
 from core.errors import PdserveError, RequestError
+from core.logs import about
 from core.types import FinishReason, GenerationRequest, SamplingParams
 from router.attempt import Attempt, AttemptFailed, TokenBatch
 from router.caller import Caller
@@ -186,6 +187,10 @@ class Pipeline:
         logger.warning(
             "attempt %s of request %s failed after %d tokens (%s): trying again",
             attempt.request_id, attempt.client_request_id or "-", num_emitted, error.message,
+            extra=about(
+                request_id=attempt.client_request_id, attempt_id=attempt.request_id,
+                num_tokens=num_emitted, error=error.message,
+            ),
         )  # fmt: skip
         self._metrics.count_retry(resumed=num_emitted > 0)
         await asyncio.sleep(_BACKOFF_S[min(stats.num_attempts - 1, len(_BACKOFF_S) - 1)])

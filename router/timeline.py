@@ -6,6 +6,7 @@ two are joined at the start of an attempt, as if the way to a worker took no tim
 ever crosses to another host. `router.timeline_view` turns a timeline into JSON and spans.
 """
 
+import logging
 import uuid
 from array import array
 from collections import OrderedDict, deque
@@ -15,8 +16,11 @@ from itertools import islice
 from time import monotonic, time
 from typing import Any
 
+from core.logs import about
 from router.attempt import Attempt
 from rpc import worker_pb2
+
+logger = logging.getLogger(__name__)
 
 MAX_TIMELINES = 1000
 MAX_TOKEN_TIMES = 2048  # of one request, all its choices together
@@ -195,6 +199,17 @@ class Timeline:
 
     def end(self, outcome: str) -> None:
         self.ended, self.outcome = self.now(), outcome
+        logger.info(
+            "request %s: %s, %d + %d tokens in %.3f s",
+            self.id, outcome, self.num_prompt_tokens, self.num_tokens, self.ended,
+            extra=about(
+                request_id=self.id, response_id=self.response_id, api=self.api, outcome=outcome,
+                traceparent=self.traceparent, num_prompt_tokens=self.num_prompt_tokens,
+                num_cached_tokens=self.num_cached_tokens, num_tokens=self.num_tokens,
+                num_attempts=sum(len(s.attempts) for s in self.sequences),
+                ttft_seconds=self.ttft, seconds=self.ended,
+            ),
+        )  # fmt: skip
         if self.on_end is not None:
             self.on_end(self)
 

@@ -4,6 +4,7 @@ import logging
 
 import grpc
 
+from core.logs import about
 from core.types import GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -17,4 +18,8 @@ def log_attempt(phase: str, request: GenerationRequest, context: grpc.aio.Servic
         "%s of attempt %s: request %s, trace %s, %d tokens",
         phase, request.request_id, request.client_request_id or "-",
         metadata.get("traceparent", "-"), len(request.token_ids),
+        extra=about(
+            request_id=request.client_request_id, attempt_id=request.request_id, phase=phase,
+            traceparent=metadata.get("traceparent", ""), num_tokens=len(request.token_ids),
+        ),
     )  # fmt: skip

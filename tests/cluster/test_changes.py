@@ -16,7 +16,9 @@ def test_each_change_says_what_it_takes():
     new = BASE + (
         "dtype: float32\nengine: {max_num_seqs: 8, block_size: 32}\n"
         "kv_transfer: {lease_seconds: 10.0, transport: grpc}\n"
-        "pools: {prefill: {replicas: 3, resources: {GPU: 1}}, decode: {engine: {threads: 2}}}\n"
+        "pools: {prefill: {replicas: 3, resources: {GPU: 1}, runtime_env: {env_vars: {A: b}}},\n"
+        "  decode: {engine: {threads: 2}, label_selector: {zone: a}}}\n"
+        "ray: {address: auto}\n"
     )
     in_colocated = "model: m\nmode: colocated\n"
     ranks = parse_config(f"{in_colocated}pools: {{colocated: {{tensor_parallel_size: 2}}}}")
@@ -30,6 +32,9 @@ def test_each_change_says_what_it_takes():
         "kv_transfer.transport": ChangeKind.RESTART,
         "pools.prefill.replicas": ChangeKind.SCALE,
         "pools.prefill.resources": ChangeKind.ROLLOUT,
+        "pools.prefill.runtime_env": ChangeKind.ROLLOUT,
+        "pools.decode.label_selector": ChangeKind.ROLLOUT,
+        "ray.address": ChangeKind.RESTART,
         "pools.decode.engine.threads": ChangeKind.ROLLOUT,
     }
 

@@ -147,6 +147,10 @@ def test_wrong_keys(text, message):
             "c.yaml:4: pools.prefill.engine.max_num_seqs: expected greater",
         ),
         (
+            "model: a\npools:\n  decode: {label_selector: {zone: a}}",
+            "c.yaml:3: pools.decode.label_selector: expected ray.address with it: a Ray of its own",
+        ),
+        (
             "model: a\npools:\n  decode: {resources: {CPU: -1}}",
             "c.yaml:3: pools.decode.resources.CPU: expected greater than or equal to 0",
         ),
