@@ -8,10 +8,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
+from cli.doctor_live import check_clock, check_deployment
+from cli.findings import Finding, Verdict
 from cli.preflight import claim_addresses
 from cli.state import running_deployments
 from core.config import Config, load_config
@@ -41,24 +41,14 @@ print("PROBE " + json.dumps(said))
 """
 
 
-class Verdict(StrEnum):
-    GOOD = "ok"
-    NOTE = "note"  # works, and could be better
-    BAD = "bad"  # `pdserve up` would fail
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    verdict: Verdict
-    what: str
-    advice: str = ""
-
-
 Check = Callable[[], Iterator[Finding]]
 
 
-def examine(config_path: Path | None, overrides: Sequence[str] = ()) -> Iterator[Finding]:
-    """Every finding, one after the other; no check ends the others."""
+def examine(
+    config_path: Path | None, overrides: Sequence[str] = (), url: str | None = None
+) -> Iterator[Finding]:
+    """Every finding, one after the other; no check ends the others. `url`: of a router whose
+    deployment is examined too; None: of those that run here."""
     config: Config | None = None
     if config_path is not None:
         try:
@@ -70,10 +60,13 @@ def examine(config_path: Path | None, overrides: Sequence[str] = ()) -> Iterator
     yield from check_versions()
     yield from check_shared_memory()
     yield from check_limits()
+    yield from check_clock()
     yield from read_probe(_run_probe())
     if config is not None:
         yield from check_ports(config)
         yield from check_model(config)
+    for found in [url] if url is not None else [d.url for d in running_deployments()]:
+        yield from check_deployment(found)
 
 
 def check_versions() -> Iterator[Finding]:

@@ -170,13 +170,19 @@ def doctor(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the file. Repeatable."),
     ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option("--url", help="A router, to check its workers too. Default: what runs here."),
+    ] = None,
 ) -> None:
-    """Check this machine: versions, GPU, NIXL, shared memory, ports, model. Says what to do."""
+    """Check this machine (versions, GPU, NIXL, shared memory, ports, model, clock) and the
+    deployment that runs (workers, which of them fit, clocks). Says what to do."""
     with clear_errors(), Reporter() as reporter:
+        from cli.client import find_url
         from cli.doctor import Verdict, examine
 
         is_well = True
-        for finding in examine(config, tuple(overrides or ())):
+        for finding in examine(config, tuple(overrides or ()), url and find_url(url)):
             if finding.verdict is Verdict.GOOD:
                 reporter.done(finding.what)
             else:

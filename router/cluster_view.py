@@ -62,6 +62,7 @@ def _worker(registry: Registry, entry: WorkerEntry) -> dict[str, Any]:
         view["kv_blocks_known"] = len(worker.holdings) if worker.holdings is not None else 0
         view["kv_block_bytes"] = worker.info.kv_block_bytes
         view["max_num_seqs"] = worker.info.max_num_seqs
+        view["compatibility"] = dict(worker.info.compatibility)  # what KV may pass between
     return view
 
 

@@ -21,6 +21,7 @@ CLUSTER = {
             "transport": "nixl (cma)",
             "kv_blocks": {"total": 100, "free": 80, "cached": 13, "running": 4, "held": 2,
                           "awaiting": 1},
+            "compatibility": {"model": "a", "block_size": "16"},
             "requests_running": 3,
             "requests_waiting": 5,
             "tokens_prefilled_total": 12345,

@@ -1,9 +1,12 @@
+import email.utils
 import socket
 
 import pytest
 
 from cli import doctor
-from cli.doctor import Verdict, read_probe
+from cli.doctor import read_probe
+from cli.doctor_live import check_clock_of, check_pairs, check_workers
+from cli.findings import Verdict
 from core.config import load_config
 
 GOOD_PROBE = 'noise\nPROBE {"gpus": [], "plugins": ["UCX"]}\n'
@@ -64,3 +67,47 @@ def test_the_probe_is_read(output, verdicts, words):
     findings = list(read_probe(output))
     assert [f.verdict for f in findings] == verdicts
     assert any(words in f"{f.what} {f.advice}" for f in findings)
+
+
+def test_a_running_deployment_is_examined_too(pdserve, router_url, monkeypatch):
+    monkeypatch.setattr(doctor, "_LEAST_SHM", 0)
+    result = pdserve("doctor", "--url", router_url)
+    assert result.exit_code == 0, result.output
+    for expected in ("1 of 2 workers are ready", "decode-0 is starting", "agrees with this one"):
+        assert expected in result.stdout
+
+
+def test_a_router_that_does_not_answer_is_a_problem(pdserve):
+    result = pdserve("doctor", "--url", "http://127.0.0.1:9")
+    assert result.exit_code == 1
+    assert "problem: nothing serves at http://127.0.0.1:9" in result.stdout
+
+
+def test_workers_between_which_no_kv_can_pass_are_named_with_what_differs():
+    def worker(role: str, number: int, **fields: str) -> dict:
+        base = {"model": "a", "block_size": "16", "tensor_parallel_size": "1"}
+        return {"id": f"{role}-{number}", "role": role, "compatibility": {**base, **fields}}
+
+    prefill, decode = worker("prefill", 0), worker("decode", 0, block_size="32")
+    (finding,) = check_pairs([prefill, decode])  # the hand-over has a bridge for that
+    assert finding.verdict is Verdict.GOOD
+    other = worker("decode", 1, model="b")
+    (finding,) = check_pairs([prefill, decode, other])
+    assert finding.verdict is Verdict.BAD
+    assert finding.what == "prefill-0 and decode-1 can be no pair: model (a and b)"
+
+
+def test_a_worker_that_the_router_cannot_reach_is_a_problem():
+    worker = {"id": "decode-0", "state": "ready", "reachable": False, "address": "192.0.2.1:5"}
+    found = list(check_workers([worker]))
+    assert [f.verdict for f in found] == [Verdict.GOOD, Verdict.BAD]
+    assert "decode-0 at 192.0.2.1:5 is not reached" in found[1].what
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(2, Verdict.GOOD), (-90, Verdict.NOTE)])
+def test_a_clock_that_is_far_from_this_one_is_noted(seconds, verdict):
+    now = 1_800_000_000.0
+    date = email.utils.formatdate(now + seconds, usegmt=True)
+    (finding,) = check_clock_of("http://r", date, now)
+    assert finding.verdict is verdict
+    assert list(check_clock_of("http://r", "", now)) == []
