@@ -46,6 +46,9 @@ test-memory: $(VENV)/.installed-dev ## Measure what loading every kind of checkp
 test-hosts: $(VENV)/.installed-dev ## Test a hand-over between network namespaces; root and iproute2
 	$(BIN)/python -m pytest -m slow tests/hosts $(ARGS)
 
+test-nodes: $(VENV)/.installed-dev ## Test several Ray nodes: killed, drained, added; the head lost
+	$(BIN)/python -m pytest -m slow tests/nodes $(ARGS)
+
 test-k8s: $(VENV)/.installed-dev ## Run the containers' commands of k8s/ here, as processes
 	$(BIN)/python -m pytest -m slow tests/k8s $(ARGS)
 

@@ -106,8 +106,10 @@ class Foreground:
             await asyncio.gather(starting, stop, return_exceptions=True)
 
     async def _until_stopped(self, controller: Controller) -> None:
-        """Returns when somebody asks for the end, or when Ray has ended unasked."""
-        while not self._ray.lost:
+        """Returns when somebody asks for the end, or when the workers have ended with Ray."""
+        while not self._ray.is_over:
+            if said := self._ray.keep_head():
+                self._reporter.warn(said)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(controller.shutdown_requested.wait(), _CHECK_RAY_S)
                 return

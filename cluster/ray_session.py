@@ -17,22 +17,29 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 # A lost connection is an error, never a second Ray that nobody asked for.
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+# Serving does not need Ray's head: while it is away, nobody ends himself for it. Ray's own patience
+# is 60 s. What is started from here inherits this; nodes that others start have what they were
+# started with (docs/nodes.md).
+os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(7 * 24 * 3600))
 # Ray asks to choose what a worker without a GPU sees of the host's GPUs: none, as it always was.
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
 
 import ray  # noqa: E402
 
+from cluster.backoff import Backoff  # noqa: E402
 from cluster.process_tree import ProcessId, adopt_orphans, descendants, end_all, identify, name_of  # noqa: E402
 from cluster.sizing import LOCAL_CPU, bundle_for, local_bundle  # noqa: E402
 from cluster.worker_slot import NAMESPACE  # noqa: E402
 from core.config import Config  # noqa: E402
 from core.errors import ConfigError, PdserveError, UnavailableError  # noqa: E402
 
+logger = logging.getLogger(__name__)
+
 _OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; no KV and no token passes through it
 _UNLIMITED = 1e6
 _CONNECT_S = 60.0
 _END_PATIENCE_S = 8.0
-_HEAD_NAMES = {"gcs_server", "raylet"}
+_GCS, _RAYLET = "gcs_server", "raylet"
 _INIT_OPTIONS: dict[str, Any] = {
     "namespace": NAMESPACE,
     "log_to_driver": False,
@@ -43,23 +50,56 @@ _TEMP_PREFIX = "pdserve-ray-"
 
 class RaySession:
     """What is known of the Ray that this process uses. Of a local one: its processes, its files,
-    and which of them are the head, without which every call of Ray waits a minute for it and
-    then aborts the caller. Of somebody else's cluster: nothing."""
+    and which of them are the head: the GCS, which keeps what it knows on disk and is started again
+    when it ends, and the raylet, the parent of all workers, which is not. While one of them is
+    gone every call of Ray waits for it. Of somebody else's cluster: nothing."""
 
     def __init__(self, temp_dir: Path | None = None) -> None:
         self.temp_dir = temp_dir
         self._before = set(descendants(os.getpid()))
-        self._head: dict[ProcessId, str] = {}
+        self._head: dict[str, ProcessId] = {}
+        self._gcs_since = 0.0
+        self._gcs_start_at = math.inf  # when one that has ended is started again
+        self._backoff = Backoff(first_s=0.5)
 
     def find_head(self) -> None:
-        """To be called when a local Ray has just been started."""
-        names = {process: name_of(process) for process in self._started()}
-        self._head = {process: name for process, name in names.items() if name in _HEAD_NAMES}
+        """To be called when a local Ray, or its GCS, has just been started."""
+        names = {name_of(process): process for process in self._started()}
+        self._head.update({name: names[name] for name in (_GCS, _RAYLET) if name in names})
+        self._gcs_since = time.monotonic()
 
     @property
     def lost(self) -> str:
         """The name of a head process that has ended unasked; "" if all is well."""
-        return next((name for process, name in self._head.items() if not process.is_alive), "")
+        return next((name for name, process in self._head.items() if not process.is_alive), "")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the raylet has ended, and with it every worker."""
+        return _RAYLET in self._head and not self._head[_RAYLET].is_alive
+
+    def keep_head(self) -> str:
+        """Starts a GCS that has ended unasked again, after a growing pause. To be called now and
+        then, on the thread that started Ray. Returns what there is to say, or ""."""
+        if _GCS not in self._head or self._head[_GCS].is_alive:
+            return ""
+        now = time.monotonic()
+        if self._gcs_start_at == math.inf:
+            self._gcs_start_at = now + self._backoff.after_death(now - self._gcs_since)
+            return "Ray's head has ended; requests go on, and it is started again"
+        if now < self._gcs_start_at:
+            return ""
+        self._gcs_start_at = math.inf
+        try:
+            _start_gcs_again()
+        except Exception as error:  # of Ray; streams are not to end for it
+            logger.exception("cannot start Ray's head again")
+            return (
+                f"Ray's head cannot be started again: {error}; requests go on, but no worker is "
+                "replaced: end this and start it again when it suits"
+            )
+        self.find_head()
+        return "Ray's head is back"
 
     def end(self) -> None:
         """Ends a local Ray, by its own means if it still has its head. Afterwards none of its
@@ -123,10 +163,18 @@ def _start_local(config: Config, session: RaySession) -> None:
         object_store_memory=_OBJECT_STORE_BYTES,
         include_dashboard=False,
         _temp_dir=str(session.temp_dir),
+        _system_config={"gcs_storage": "rocksdb", "gcs_storage_path": f"{session.temp_dir}/gcs"},
         **_INIT_OPTIONS,
     )
     session.find_head()
     _refuse_impossible(config)
+
+
+def _start_gcs_again() -> None:
+    """At its old address, where raylet and workers look for it, on what it has written."""
+    node = ray._private.worker._global_node
+    node.kill_gcs_server(check_alive=False)  # it is dead already: clears what is known of it
+    node.start_gcs_server()
 
 
 def _bundles(config: Config) -> list[dict[str, float]]:

@@ -87,17 +87,22 @@ def test_the_loss_of_ray_ends_everything_and_is_said(start_up):
     process = start_up()
     read_until(process, "Ctrl-C stops it")
     processes = family(process)
-    next(p for p in processes if p.name() == "gcs_server").kill()
+    next(p for p in processes if p.name() == "raylet").kill()  # the parent of all workers
     _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert stderr.splitlines()[-1].startswith("pdserve: error: Ray's ")
     assert_nothing_left(processes, shm)
 
 
-def test_a_lost_router_and_a_lost_worker_come_back_and_down_ends_it(start_up, pdserve, config_file):
+def test_a_lost_head_router_and_worker_come_back_and_down_ends_it(start_up, pdserve, config_file):
+    """V59: no worker goes for the head, and the head that is back replaces one that dies then."""
     process = start_up()
     read_until(process, "Ctrl-C stops it")
     processes = family(process)
+    next(p for p in processes if p.name() == "gcs_server").kill()
+    said = read_until(process, "Ray's head is back")
+    assert "requests go on" in said and "prefill-0" not in said and "decode-0" not in said
+    assert all(p.is_running() for p in processes if is_worker(p) or is_router(p))
     first_router = next(filter(is_router, processes))
     worker = next(filter(is_worker, processes))
     first_router.kill()

@@ -1,7 +1,6 @@
 """A decode worker of two ranks, behind a prefill worker of one, under a real `pdserve up`: the
 answers of one process, and one life for both."""
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -11,32 +10,15 @@ import psutil
 import pytest
 import torch
 from test_faults import Stream, wait_replaced
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from support.byte_tokenizer import TEMPLATE, VOCAB_SIZE, byte_tokenizer
+from support.byte_model import save_byte_model
 from support.live import Live, deployment, wait_until
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a tokenizer, as a router needs one."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=None,
-        initializer_range=0.2,
-    )
-    folder = tmp_path_factory.mktemp("tiny-llama-with-tokenizer")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    byte_tokenizer()._tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return folder
+    return save_byte_model(tmp_path_factory.mktemp("tiny-llama-with-tokenizer"))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,78 @@
+"""A Ray cluster of several nodes on this machine, and a deployment on it."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+from ray.cluster_utils import Cluster
+
+from support.live import wait_until
+
+# For what a test starts: nodes that wait for a head that is away, and a head that remembers.
+_PATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "86400", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+class Nodes:
+    """Owns the cluster. Its head has no place for workers; each other node has one."""
+
+    def __init__(self, folder: Path) -> None:
+        storage = {"gcs_storage": "rocksdb", "gcs_storage_path": str(folder / "gcs")}
+        self._cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "_system_config": storage, "temp_dir": str(folder)},
+        )
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    def add(self, pool: str) -> Any:
+        """A node for one worker of a pool: prefill's are found by a label, decode's by a
+        resource."""
+        if pool == "prefill":
+            return self._cluster.add_node(num_cpus=1, labels={"pool": pool})
+        return self._cluster.add_node(num_cpus=1, resources={pool: 1})
+
+    def kill(self, node: Any) -> None:
+        """As a machine that loses power: all of its processes at once."""
+        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+        for process in [raylet, *raylet.children(recursive=True)]:
+            process.kill()
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def kill_head(self) -> None:
+        """The GCS alone: what else is on its host is nobody's business here."""
+        self._cluster.head_node.kill_gcs_server()
+
+    def start_head(self) -> None:
+        self._cluster.head_node.start_gcs_server()
+
+    def shutdown(self) -> None:
+        self._cluster.shutdown()
+
+
+@contextmanager
+def ray_nodes(folder: Path) -> Iterator[Nodes]:
+    before = {name: os.environ.get(name) for name in _PATIENT}
+    os.environ.update(_PATIENT)
+    # Workers find the code as this process does.
+    paths = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(sys.path[0])), paths]))
+    nodes = None
+    try:
+        nodes = Nodes(folder)
+        yield nodes
+    finally:
+        if nodes is not None:
+            nodes.shutdown()
+        for name, value in {**before, "PYTHONPATH": paths}.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        ours = [p for p in psutil.Process().children(recursive=True) if "ray" in p.name()]
+        wait_until(lambda: not any(p.is_running() for p in ours), 30, f"the end of {ours}")
