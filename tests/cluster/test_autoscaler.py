@@ -108,6 +108,30 @@ def test_a_pool_shrinks_only_after_a_quiet_while_and_not_below_half() -> None:
     assert sizes == [4] * len(sizes)
 
 
+def test_a_burst_of_streams_is_over_and_the_least_is_reached_in_time() -> None:
+    """V61: streams that have ended leave nothing behind that keeps a pool large."""
+    scaler, size, at = decode(), 1, 0.0
+    while at < 60:  # the burst
+        load = pool(size, requests_running=40 // size, requests_waiting=100 // size)
+        size, at = scaler.decide(at, size, load).replicas, at + 2.0
+    assert size == 8
+    halvings, idle_from = 3, at  # 8, 4, 2, 1
+    while size > 1:
+        size, at = scaler.decide(at, size, pool(size)).replicas, at + 2.0
+        assert at - idle_from <= halvings * (BOUNDS.down_seconds + 4.0)
+
+
+def test_a_load_that_comes_and_goes_while_workers_start_does_not_swing_the_pool() -> None:
+    """V61: 2 are ready, the others still start; each busy look is followed by a quiet one."""
+    scaler = decode()
+    busy, quiet = pool(2, requests_running=14), pool(2)
+    sizes, wanted = [], 2
+    for i in range(60):
+        wanted = scaler.decide(2.0 * i, wanted, quiet if i % 2 else busy).replicas
+        sizes.append(wanted)
+    assert sizes == sorted(sizes) and sizes[-1] <= 4, sizes
+
+
 def test_bounds_hold_whatever_was_there() -> None:
     assert decode(AutoscaleConfig(min=3, max=4)).decide(0.0, 1, pool(1)).replicas >= 2
     assert decode(AutoscaleConfig(min=1, max=2)).decide(0.0, 5, pool(5)).replicas == 2

@@ -166,6 +166,7 @@ def wait_for_pools(live: Live) -> None:
 
 
 def test_each_pool_is_where_its_selector_says(live: Live, by_name: dict[str, Any]) -> None:
+    """V57: the nodes have exactly what the workers need, and one of each place is taken once."""
     raylets = {
         node.all_processes["raylet"][0].process.pid: name.partition("-")[0]
         for name, node in by_name.items()
@@ -200,6 +201,7 @@ def test_a_node_killed_and_one_added_under_load(
 
 
 def test_a_drained_worker_under_load(live: Live, undisturbed: list[str]) -> None:
+    """V63: on P with KV held for a decode worker, and on D in the middle of streams."""
     wait_for_pools(live)
     before = ready(live)
     with load(live, undisturbed) as running:
@@ -208,6 +210,19 @@ def test_a_drained_worker_under_load(live: Live, undisturbed: list[str]) -> None
             running.wait_for_more()
     after = ready(live)
     assert {n for n in before if before[n] != after.get(n)} == {"prefill-0", "decode-1"}
+    live.wait_idle()
+
+
+def test_a_rolling_update_under_load(live: Live, undisturbed: list[str]) -> None:
+    """V62, V63: no node is left for one worker more, so each goes before the next one comes; no
+    request fails."""
+    wait_for_pools(live)
+    before = ready(live)
+    with load(live, undisturbed) as running:
+        said = pdserve("rollout")
+        running.wait_for_more()
+    assert "no room for one more" in said
+    assert not set(before.values()) & set(ready(live).values())
     live.wait_idle()
 
 
