@@ -87,7 +87,7 @@ def pdserve(*arguments: str) -> str:
 
 
 def stream(live: Live, prompt: str) -> str:
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1500, "temperature": 0,
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 800, "temperature": 0,
             "stream": True, "ignore_eos": True}  # fmt: skip
     answer = httpx.post(f"{live.url}/v1/completions", json=body, timeout=PATIENCE_S)
     assert answer.status_code == 200, answer.text

@@ -1,19 +1,23 @@
 """A Ray cluster of several nodes on this machine, and a deployment on it."""
 
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from ray.cluster_utils import Cluster
 
+import cluster.ray_session  # noqa: F401  (sets what Ray reads when it is imported, as next)
 from support.live import wait_until
 
-# For what a test starts: nodes that wait for a head that is away, and a head that remembers.
-_PATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "86400", "RAY_USAGE_STATS_ENABLED": "0"}
+# Of every node: it waits for a head that is away.
+_ENVIRONMENT = {
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+}
 
 
 class Nodes:
@@ -21,9 +25,9 @@ class Nodes:
 
     def __init__(self, folder: Path) -> None:
         storage = {"gcs_storage": "rocksdb", "gcs_storage_path": str(folder / "gcs")}
+        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": str(folder)}
         self._cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 0, "_system_config": storage, "temp_dir": str(folder)},
+            initialize_head=True, head_node_args={**head, "_system_config": storage}
         )
 
     @property
@@ -57,22 +61,15 @@ class Nodes:
 
 @contextmanager
 def ray_nodes(folder: Path) -> Iterator[Nodes]:
-    before = {name: os.environ.get(name) for name in _PATIENT}
-    os.environ.update(_PATIENT)
-    # Workers find the code as this process does.
-    paths = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(sys.path[0])), paths]))
     nodes = None
     try:
-        nodes = Nodes(folder)
-        yield nodes
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in _ENVIRONMENT.items():
+                patch.setenv(name, value)
+            nodes = Nodes(folder)
+            yield nodes
     finally:
         if nodes is not None:
             nodes.shutdown()
-        for name, value in {**before, "PYTHONPATH": paths}.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
         ours = [p for p in psutil.Process().children(recursive=True) if "ray" in p.name()]
         wait_until(lambda: not any(p.is_running() for p in ours), 30, f"the end of {ours}")
