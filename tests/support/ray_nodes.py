@@ -7,9 +7,8 @@ from typing import Any
 
 import psutil
 import pytest
-from ray.cluster_utils import Cluster
 
-import cluster.ray_session  # noqa: F401  (sets what Ray reads when it is imported, as next)
+import cluster.ray_session  # noqa: F401  (sets what Ray reads when it is imported)
 from support.live import wait_until
 
 # Of every node: it waits for a head that is away.
@@ -24,6 +23,8 @@ class Nodes:
     """Owns the cluster. Its head has no place for workers; each other node has one."""
 
     def __init__(self, folder: Path) -> None:
+        from ray.cluster_utils import Cluster
+
         storage = {"gcs_storage": "rocksdb", "gcs_storage_path": str(folder / "gcs")}
         head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": str(folder)}
         self._cluster = Cluster(
