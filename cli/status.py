@@ -28,6 +28,9 @@ def print_cluster(cluster: dict[str, Any], url: str) -> None:
         table.add_row(*_row(worker))
     if workers:
         console.print(table)
+    for worker in workers:
+        if worker.get("detail"):  # why it is not ready
+            console.print(f"{worker.get('id')}: {worker['detail']}", markup=False, soft_wrap=True)
 
 
 def _row(worker: dict[str, Any]) -> list[Text | str]:

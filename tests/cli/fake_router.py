@@ -28,7 +28,8 @@ CLUSTER = {
             "tokens_decoded_total": 0,
             "kv_bytes_sent_total": 2_500_000,
         },
-        {"id": "decode-0", "role": "decode", "state": "starting"},
+        {"id": "decode-0", "role": "decode", "state": "starting",
+         "detail": "waiting for resources"},
     ]
 }  # fmt: skip
 

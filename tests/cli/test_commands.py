@@ -92,13 +92,14 @@ def test_an_unexpected_error_is_one_line_and_verbose_shows_where(pdserve, config
 def test_status_is_a_table(pdserve, router_url):
     result = pdserve("status", "--url", router_url)
     assert result.exit_code == 0, result.output
-    title, header, prefill, decode = result.stdout.splitlines()
+    title, header, prefill, decode, why = result.stdout.splitlines()
     assert title == f"{router_url}: 1 of 2 workers ready"
     assert header.split()[:3] == ["worker", "role", "state"]
     assert prefill.split() == ["prefill-0", "prefill", "ready", "4242", "127.0.0.1:50051", "7/100",
                                "13", "3", "5", "12345", "0", "2.5", "MB", "out", "nixl",
                                "(cma)"]  # fmt: skip
     assert decode.split()[:3] == ["decode-0", "decode", "starting"]
+    assert why == "decode-0: waiting for resources"
 
 
 def test_status_json_is_what_the_router_says(pdserve, router_url):
