@@ -354,6 +354,7 @@ async def test_nothing_leaks_when_clients_leave_at_random(router_2p2d):
 
 
 async def test_stopping_lets_streams_end_or_ends_them_with_an_error():
+    """V63: a router that goes, whose grace is too short for one stream."""
     async with running() as router:
         decode = router.worker("decode-0")
         decode.gate = asyncio.Semaphore(2)
