@@ -66,7 +66,8 @@ def router_url() -> Iterator[str]:
 def start_up(tmp_path: Path, config_file: Path) -> Iterator[Callable]:
     """Starts `pdserve up` with a fake router and fake workers, in a process group of its own."""
     here = Path(__file__).parent
-    paths = [str(here), str(here.parent / "cluster")]
+    # The code of this checkout, wherever an installed one may be.
+    paths = [str(here), str(here.parent / "cluster"), str(here.parents[1])]
     started: list[subprocess.Popen[str]] = []
 
     def start(prefill: str = "FakeWorker") -> subprocess.Popen[str]:
