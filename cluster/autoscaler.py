@@ -113,7 +113,7 @@ class Autoscaler:
 
     def _needed(self, load: PoolLoad, present: int) -> tuple[float, str]:
         """Workers, not rounded yet, and what asks for most of them."""
-        needs = [(float(self._config.min), "its bounds")]
+        needs = [(0.0, "its bounds")]  # which are nobody's load: nothing is spared for them
         if load.workers and self._has_prefill:
             needs.append(self._for_prompts(load, present))
         if load.workers and self._has_decode:
