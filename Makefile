@@ -33,6 +33,15 @@ serve: $(VENV)/.installed ## Get the model and serve configs/local.yaml until Ct
 test: $(VENV)/.installed-dev ## Run the test suite in two processes (ARGS= goes to pytest)
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
+pictures: $(VENV)/.installed-dev ## Make the dashboard's pictures in docs/images again; chromium
+	PDSERVE_PICTURES=docs/images $(BIN)/python -m pytest tests/router/test_dashboard_browser.py $(ARGS)
+
+test-bench-peer: $(VENV)/.installed-dev ## Hold pdserve bench against guidellm; installs it apart
+	test -x $(VENV)-guidellm/bin/guidellm || { $(PYTHON) -m venv $(VENV)-guidellm && \
+		$(VENV)-guidellm/bin/python -m pip install -q $(PIP_ARGS) guidellm; }
+	GUIDELLM=$(abspath $(VENV)-guidellm/bin/guidellm) $(BIN)/python -m pytest -m slow -s \
+		tests/loadgen/test_guidellm.py $(ARGS)
+
 test-clients: $(VENV)/.installed-dev ## Test LangChain and lm-eval against a live deployment
 	$(PIP) install $(PIP_ARGS) -e ".[clients]" | { grep -v "already satisfied" || true; }
 	$(BIN)/python -m pytest -m slow tests/clients -W default $(ARGS)

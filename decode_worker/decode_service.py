@@ -11,7 +11,7 @@ from rpc import worker_pb2 as pb
 from rpc.status import translated_errors
 from rpc.trace import log_attempt
 from worker.outputs import OutputStream
-from worker.runtime import WorkerRuntime
+from worker.runtime import WorkerRuntime, now
 from worker.step_stream import StepStream, StepStreams
 
 
@@ -47,6 +47,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         context: grpc.aio.ServicerContext,
         steps: StepStream | None,
     ) -> None:
+        arrived = now()
         num_emitted = len(request.output_token_ids) + 1  # P's token is the first of this attempt
         # Before P is asked for anything: a grammar that is refused ends the request here.
         matcher = await self._runtime.matcher(request)
@@ -59,7 +60,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             return
         try:
             await context.write(pb.DecodeEvent(started=result.started))
-            await self._stream(request, outputs, num_emitted, context, steps)
+            await self._stream(request, outputs, num_emitted, context, steps, arrived=arrived)
         except BaseException:
             self._runtime.abort(request.request_id)
             raise
@@ -88,9 +89,11 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         context: grpc.aio.ServicerContext,
         steps: StepStream | None,
         scored: GenerationRequest | None = None,
+        arrived: float | None = None,
     ) -> None:
         """Tokens as they come, by `steps` if there is one; those that pile up behind a slow
-        reader go as one message. `scored`: whose prompt is computed, and maybe scored, here."""
+        reader go as one message. `scored`: whose prompt is computed, and maybe scored, here.
+        `arrived`: when the call did, if its first step is to be told."""
         is_finished = False
         num_scored = 1  # nothing predicts the prompt's first token
         while not is_finished:
@@ -111,6 +114,11 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             is_finished = batch[-1].finish_reason is not None
             if not tokens.tokens and not is_finished:
                 continue
+            if arrived is not None and tokens.tokens:
+                seconds = next(o.step_seconds for o in batch if o.token_ids)
+                tokens.first_step.offset_seconds = max(0.0, now() - arrived - seconds)
+                tokens.first_step.seconds = seconds
+                arrived = None
             if steps is None:
                 await context.write(pb.DecodeEvent(tokens=tokens))
                 continue

@@ -84,6 +84,7 @@ class Attempt:
         self.prefill_started: worker_pb2.PrefillStarted | None = None
         self.prefilled: worker_pb2.FirstToken | None = None
         self.decode_started: worker_pb2.DecodeStarted | None = None
+        self.first_step: worker_pb2.DecodeStep | None = None  # of D, after a hand-over
         self._request = request
         self._num_uncached = num_uncached
         self._due = len(request.output_token_ids)  # index of the next token
@@ -303,6 +304,8 @@ class Attempt:
                 (decode,),
             )
         decode.breaker.succeeded()
+        if self.first_step is None and tokens.HasField("first_step"):
+            self.first_step = tokens.first_step
         self._due += len(tokens.tokens)
         return _batch(tokens.tokens, tokens.finish_reason, tokens.embedding)
 

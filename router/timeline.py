@@ -61,6 +61,7 @@ class AttemptTimeline:
     prefill_started: worker_pb2.PrefillStarted | None = None
     prefilled: worker_pb2.FirstToken | None = None
     decode_started: worker_pb2.DecodeStarted | None = None
+    first_step: worker_pb2.DecodeStep | None = None
 
     def refresh(self) -> None:
         """Takes over what the workers have said by now."""
@@ -68,6 +69,7 @@ class AttemptTimeline:
             self.prefill_started = self.attempt.prefill_started
             self.prefilled = self.attempt.prefilled
             self.decode_started = self.attempt.decode_started
+            self.first_step = self.attempt.first_step
 
     @property
     def emitter(self) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from router.timeline import AttemptTimeline, SequenceTimeline, Timeline
 
 ROUTER = "router"
 MAX_PIECES = 256  # chunks, or pulls, of one attempt
-_MIN_SEARCH_S = 0.001  # a shorter look for workers is not worth a span
+_MIN_QUEUE_S = 0.001  # a shorter wait for workers is not worth a span
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ def _attempt_spans(
     sequence: SequenceTimeline, attempt: AttemptTimeline, now: float
 ) -> Iterator[Span]:
     choice, placed = sequence.index, attempt.placed
-    if placed - attempt.searched > _MIN_SEARCH_S:
-        yield Span("find workers", ROUTER, attempt.searched, placed - attempt.searched, choice)
+    if placed - attempt.searched > _MIN_QUEUE_S:
+        yield Span("router queue", ROUTER, attempt.searched, placed - attempt.searched, choice)
     ended = attempt.ended if attempt.ended is not None else now
     last = sequence.last_token if attempt.outcome in ("ok", "running") else None
     decode_end = max(last if last is not None else ended, placed)
@@ -87,6 +87,9 @@ def _attempt_spans(
         if not decode.hand_over_seconds and attempt.first_token is not None:
             start = attempt.first_token
         yield Span("decode", attempt.decode, start, max(0.0, decode_end - start), choice)
+        if (step := attempt.first_step) is not None:
+            at = placed + step.offset_seconds
+            yield Span("first decode step", attempt.decode, at, step.seconds, choice)
     elif attempt.prefill is None:
         queued = decode.queue_seconds if decode is not None else 0.0
         if decode is not None:
@@ -182,6 +185,10 @@ def _attempt(attempt: AttemptTimeline) -> dict[str, Any]:
             "kv_transfer_seconds": _round(decode.kv_transfer_seconds),
             "kv_tail_seconds": _round(decode.kv_tail_seconds),
             "hand_over_seconds": _round(decode.hand_over_seconds),
+            "first_step": attempt.first_step and {
+                "offset_seconds": _round(attempt.first_step.offset_seconds),
+                "seconds": _round(attempt.first_step.seconds),
+            },
             "pulls": [
                 {
                     "bytes": pull.bytes,

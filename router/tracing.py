@@ -1,12 +1,14 @@
 """Timelines as OpenTelemetry spans, sent by OTLP over HTTP. Needs the extra `tracing`.
 
-A request is one span with a child for each part. It belongs to the trace of the client's
-`traceparent`, below the client's span if that one is sampled; without, to a trace of its own, whose
-id the workers' logs have too. Start times are the router's clock plus measured durations.
+A request is one span with a child for each part, and an event for each token. It belongs to the
+trace of the client's `traceparent`, below the client's span if that one is sampled; without, to a
+trace of its own, whose id the workers' logs have too. Start times are the router's clock plus
+measured durations.
 """
 
 import logging
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from core.errors import ConfigError
@@ -16,6 +18,7 @@ from router.timeline_view import timeline_spans
 logger = logging.getLogger(__name__)
 
 _MAX_QUEUED = 4096  # spans; more are dropped, never waited for
+_MAX_EVENTS = 128  # of one span, which is OpenTelemetry's own limit; of tokens, the first ones
 
 
 class Tracer:
@@ -67,7 +70,12 @@ class Tracer:
         }
         if timeline.ttft is not None:
             attributes["pdserve.ttft_seconds"] = timeline.ttft
-        spans = [self._span(timeline, timeline.api, root, parent, 0.0, end, attributes, has_failed)]
+        spans = [
+            self._span(
+                timeline, timeline.api, root, parent, 0.0, end, attributes, has_failed,
+                self._token_events(timeline),
+            )
+        ]  # fmt: skip
         for part in timeline_spans(timeline):
             attributes = {"pdserve.where": part.where, "pdserve.choice": part.choice}
             if part.note:
@@ -80,6 +88,17 @@ class Tracer:
                 )
             )  # fmt: skip
         return spans
+
+    def _token_events(self, timeline: Timeline) -> list[Any]:
+        """`first token`, then `token`s, of each choice."""
+        events = []
+        for sequence in timeline.sequences:
+            for index, at in enumerate(sequence.token_times[:_MAX_EVENTS]):
+                name = "token" if index else "first token"
+                when = int((timeline.received_at + at) * 1e9)
+                choice = {"pdserve.choice": sequence.index}
+                events.append(self._sdk.Event(name, choice, timestamp=when))
+        return sorted(events, key=lambda event: event.timestamp)[:_MAX_EVENTS]
 
     def _parent(self, traceparent: str) -> tuple[int, Any]:
         """The trace, and the client's span in it if it is sampled."""
@@ -104,6 +123,7 @@ class Tracer:
         end: float,
         attributes: dict[str, Any],
         has_failed: bool,
+        events: Sequence[Any] = (),
     ) -> Any:
         trace = self._trace
         code = trace.StatusCode.ERROR if has_failed else trace.StatusCode.OK
@@ -113,6 +133,7 @@ class Tracer:
             parent=parent,
             resource=self._resource,
             attributes=attributes,
+            events=events,
             kind=trace.SpanKind.INTERNAL if parent is not None and not parent.is_remote
             else trace.SpanKind.SERVER,
             status=trace.Status(code),

@@ -26,6 +26,14 @@ async def test_chunks_and_pulls_are_measured_where_they_happen(
             return forward(*args)
 
         monkeypatch.setattr(engine.model, "forward", slow)
+        decode_model = pair.decode.runtime.engine.model
+        decode_forward = decode_model.forward
+
+        def slow_decode(*args):
+            time.sleep(_STEP_S)
+            return decode_forward(*args)
+
+        monkeypatch.setattr(decode_model, "forward", slow_decode)
         asked = request(prompt(100), max_tokens=4)
         prefill, decode = pair.prefill_call(asked), pair.decode_call(asked, pair.source())
 
@@ -33,10 +41,9 @@ async def test_chunks_and_pulls_are_measured_where_they_happen(
             events = [event async for event in prefill]
             return events[0].started, events[1].first_token
 
-        (started, first), *events = await asyncio.wait_for(
-            asyncio.gather(first_token(), *[_first(decode)]), 20
+        (started, first), (handed, step) = await asyncio.wait_for(
+            asyncio.gather(first_token(), _first_tokens(decode)), 20
         )
-        (handed,) = events
         decode.cancel()
         await pair.wait_idle()
     chunks = list(first.chunks)
@@ -56,9 +63,16 @@ async def test_chunks_and_pulls_are_measured_where_they_happen(
     last = handed.pulls[-1]
     assert last.offset_seconds + last.seconds <= handed.hand_over_seconds
     assert handed.hand_over_seconds >= handed.kv_tail_seconds + handed.queue_offset_seconds
+    # The first step of the decode worker starts after the release, and is its own forward.
+    assert step.seconds >= _STEP_S
+    assert step.offset_seconds > handed.hand_over_seconds - _STEP_S / 2
 
 
-async def _first(decode) -> pb.DecodeStarted:
+async def _first_tokens(decode) -> tuple[pb.DecodeStarted, pb.DecodeStep]:
+    started = None
     async for event in decode:
-        return event.started
-    raise AssertionError("the decode worker said nothing")
+        if event.HasField("tokens"):
+            assert started is not None and event.tokens.HasField("first_step")
+            return started, event.tokens.first_step
+        started = event.started
+    raise AssertionError("the decode worker said no token")

@@ -1,10 +1,14 @@
 """One timeline per request: complete, bounded, and found by both of its ids."""
 
+import asyncio
+
+import pytest
+
 from core.errors import UnavailableError
 from router.timeline import MAX_TOKEN_TIMES, Timeline, Timelines
 from router.timeline_view import timeline_view
 from rpc import worker_pb2
-from support.fake_workers import Fault
+from support.fake_workers import FakeWorker, Fault, eventually
 from support.router import Running, running
 from support.sse import events
 
@@ -27,6 +31,7 @@ def give_times(it: Running) -> None:
     )
     decode.decode_started.pulls.add(bytes=2_000_000, offset_seconds=0.5, seconds=0.01)
     decode.decode_started.pulls.add(bytes=1_000_000, offset_seconds=0.7, seconds=0.01)
+    decode.first_step = worker_pb2.DecodeStep(offset_seconds=0.85, seconds=0.04)
 
 
 async def timeline_of(it: Running, name: str) -> dict:
@@ -59,6 +64,7 @@ async def test_a_timeline_joins_what_router_prefill_and_decode_measured(router: 
     assert [chunk["num_tokens"] for chunk in attempt["prefill"]["chunks"]] == [8, 3]
     assert attempt["decode"]["kv_bytes"] == 3_000_000
     assert [pull["bytes"] for pull in attempt["decode"]["pulls"]] == [2_000_000, 1_000_000]
+    assert attempt["decode"]["first_step"] == {"offset_seconds": 0.85, "seconds": 0.04}
     order = [
         0.0,
         found["tokenize_seconds"],
@@ -79,6 +85,7 @@ async def test_a_timeline_joins_what_router_prefill_and_decode_measured(router: 
         ("decode-0", "kv pull", 0.7),
         ("decode-0", "commit to release", 0.75),
         ("decode-0", "decode", 0.8),
+        ("decode-0", "first decode step", 0.85),
     ]
     notes = [s["note"] for s in found["spans"] if s["name"] == "kv pull"]
     assert notes[0] == "2.00 MB from prefill-0, 0.20 GB/s"
@@ -103,6 +110,26 @@ async def test_a_retry_and_a_resume_are_attempts_of_one_timeline(router_2p2d: Ru
     assert len(sequence["token_seconds"]) == 8
     (summary,) = (await router_2p2d.http.get("/debug/requests")).json()["requests"]
     assert summary["num_attempts"] == 3 and summary["outcome"] == "ok"
+
+
+async def test_waiting_for_a_worker_with_room_is_the_routers_queue() -> None:
+    def small(worker: FakeWorker) -> None:
+        worker.max_num_seqs = 1
+
+    async with running(prepare=small) as it:
+        gate = it.worker("decode-0").gate = asyncio.Semaphore(0)
+        tasks = [asyncio.create_task(it.complete("hello", max_tokens=2)) for _ in range(2)]
+        await eventually(lambda: it.worker("decode-0").active == 2)
+        tasks.append(asyncio.create_task(it.complete("hello", max_tokens=2, timings=True)))
+        await eventually(lambda: len(it.server.frontend.pipeline._turnstile) == 1)
+        await asyncio.sleep(0.05)
+        for _ in tasks:
+            gate.release()
+        timings = (await asyncio.gather(*tasks))[-1]["timings"]
+    (queued,) = [span for span in timings["spans"] if span["name"] == "router queue"]
+    (attempt,) = timings["sequences"][0]["attempts"]
+    assert queued["where"] == "router" and queued["seconds"] >= 0.05
+    assert queued["start"] + queued["seconds"] == pytest.approx(attempt["placed_seconds"])
 
 
 async def test_timings_come_with_the_answer_only_when_asked_for(router: Running) -> None:

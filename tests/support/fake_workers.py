@@ -104,10 +104,13 @@ class FakeWorker:
         self.metadata: list[dict[str, str]] = []  # of every call
         self.active = 0
         self.num_cancelled = 0
-        # What it says of its times: these messages are merged into what it sends.
+        # What it says of its times: these messages are merged into what it sends. `measure`, if
+        # there is one, is asked first and may set them for the request.
+        self.measure: Callable[[worker_pb2.GenerationRequest], None] | None = None
         self.prefill_started = worker_pb2.PrefillStarted()
         self.first_token = worker_pb2.FirstToken()
         self.decode_started = worker_pb2.DecodeStarted()
+        self.first_step: worker_pb2.DecodeStep | None = None  # after a hand-over
         self.num_tokens = 0  # sent, of all calls
         self.held: set[str] = set()  # attempts whose KV waits here for a decode worker
         self.cached: set[bytes] = set()
@@ -187,6 +190,10 @@ class FakeWorker:
         if index + 1 >= sampling.max_tokens:
             return token, worker_pb2.FINISH_REASON_LENGTH
         return token, worker_pb2.FINISH_REASON_UNSPECIFIED
+
+    def measured(self, request: worker_pb2.GenerationRequest) -> None:
+        if self.measure is not None:
+            self.measure(request)
 
     async def step(self, fault: Fault | None, num_sent: int) -> bool:
         """Before each token: the gate and the fault. False: end the stream here."""
@@ -313,6 +320,7 @@ class _Prefill(worker_pb2_grpc.PrefillServiceServicer):
                 with worker.counted(request):
                     worker.check(message.incarnation)
                     started = worker_pb2.PrefillStarted(num_cached_tokens=worker.hit(request))
+                    worker.measured(request)
                     started.MergeFrom(worker.prefill_started)
                     yield worker_pb2.PrefillEvent(started=started)
                     if not await worker.step(fault, 0):
@@ -332,6 +340,7 @@ class _Prefill(worker_pb2_grpc.PrefillServiceServicer):
                         worker.held.add(request.request_id)
                     handed.set_result(True)
                     first = worker_pb2.FirstToken(token=token, finish_reason=reason)
+                    worker.measured(request)
                     first.MergeFrom(worker.first_token)
                     yield worker_pb2.PrefillEvent(first_token=first)
                     if request.request_id in worker.held:
@@ -362,7 +371,6 @@ class _Decode(worker_pb2_grpc.DecodeServiceServicer):
             with worker.counted(request):
                 worker.check(message.incarnation)
                 started = worker_pb2.DecodeStarted()
-                started.MergeFrom(worker.decode_started)
                 index = len(request.output_token_ids)
                 if fault is not None and fault.after == 0 and not await worker.fail(fault):
                     return
@@ -371,10 +379,12 @@ class _Decode(worker_pb2_grpc.DecodeServiceServicer):
                         raise HandoverError("the prefill worker gave up")
                     worker.cluster.take(request.request_id)
                     started.num_transferred_tokens = len(request.prompt_token_ids)
-                    started.kv_bytes = worker.decode_started.kv_bytes or 1024
+                    started.kv_bytes = 1024
                     index += 1
                 else:
                     started.num_cached_tokens = worker.hit(request)
+                worker.measured(request)
+                started.MergeFrom(worker.decode_started)
                 yield worker_pb2.DecodeEvent(started=started)
                 if not message.HasField("source"):
                     for scores in prompt_scores(request):
@@ -396,6 +406,8 @@ class _Decode(worker_pb2_grpc.DecodeServiceServicer):
                     tokens = worker_pb2.Tokens(
                         first_index=index, tokens=[token], finish_reason=reason
                     )
+                    if message.HasField("source") and not num_sent and worker.first_step:
+                        tokens.first_step.CopyFrom(worker.first_step)
                     if steps is None:
                         yield worker_pb2.DecodeEvent(tokens=tokens)
                     else:
