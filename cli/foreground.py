@@ -132,7 +132,8 @@ class Foreground:
         else:
             what = self._ray.lost or "head"
             print(f"pdserve: error: Ray's {what} is gone; all is stopped", file=sys.stderr)
-        self._ray.end()
+        if self._config.ray.address is None:  # another's may be waited for a week
+            self._ray.end()
         for stream in (sys.stdout, sys.stderr, self._reporter.console.file):
             with contextlib.suppress(OSError):
                 stream.flush()
