@@ -7,11 +7,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from engine import native
 from engine.attention.base import AttentionBackend, AttentionLayer, StepBatch
 from engine.attention.kv_format import KVFormat, LatentFormat
 from engine.attention.select import AttentionChoice, make_backend
-from engine.model import few_rows
+from engine.model import native_layers
 from engine.model.config import ModelConfig
 from engine.model.layers import Layer, Weights
 from engine.model.rope import Rope, inverse_frequencies
@@ -58,7 +57,7 @@ class Decoder:
             for i, c in enumerate(config.layers)
         ]
         self._backend: AttentionBackend | None = None
-        self._few_rows: few_rows.FewRows | None = None
+        self._native: native_layers.NativeLayers | None = None
         self._embedding_scale = (
             torch.tensor(math.sqrt(config.hidden_size), dtype=dtype, device=device)
             if config.family.scaled_embeddings
@@ -84,17 +83,17 @@ class Decoder:
             self._row_format,
             self._attention_choice,
         )
-        if self._ranks is None and few_rows.serves(self.config, self._weights, kv_cache):
-            self._few_rows = few_rows.FewRows(self.config, self._weights, kv_cache)
+        if self._ranks is None and native_layers.serves(self.config, self._weights, kv_cache):
+            self._native = native_layers.NativeLayers(self.config, self._weights, kv_cache)
 
     def unbind(self) -> None:
         """Forgets the KV cache; another may be bound."""
-        self._backend = self._few_rows = None
+        self._backend = self._native = None
 
     @property
-    def has_few_rows(self) -> bool:
-        """Whether steps of few tokens are one native call; known after `bind`."""
-        return self._few_rows is not None
+    def has_native_layers(self) -> bool:
+        """Whether a step is one native call; known after `bind`."""
+        return self._native is not None
 
     def compatibility(self) -> dict[str, str]:
         """What two workers must share so that one can read the other's KV blocks."""
@@ -129,9 +128,9 @@ class Decoder:
         """input_ids and positions: `[T]` as `batch` lays them out. Writes the KV of all of them
         and returns float32 logits `[R, vocab_size]` of the rows `logits_rows` `[R]`; on a rank
         other than 0 only its own part of the vocabulary."""
-        if self._few_rows is not None and len(input_ids) <= native.MAX_ROWS:
+        if self._native is not None:
             hidden, cos_sins = self._enter(input_ids, positions)
-            return self._few_rows.forward(hidden, cos_sins, batch, logits_rows)
+            return self._native.forward(hidden, cos_sins, positions, batch, logits_rows)
         self.plan(batch)
         return self.compute(input_ids, positions, logits_rows)
 

@@ -105,7 +105,8 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         "widen": [pointer, pointer, number],
         "rms_norm": [*[pointer] * 3, *[size] * 2, ctypes.c_float, number],
         "silu_mul": [*[pointer] * 2, *[size] * 2, number],
-        "few_rows": [pointer, pointer, number],
+        "layers": [pointer, pointer, number],
+        "pin": [pointer, number],
         "decode_attention": [
             pointer,
             pointer,
@@ -133,6 +134,17 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(loaded, f"pdserve_{name}")
         function.argtypes, function.restype = types, None
     return loaded
+
+
+def pin_threads() -> None:
+    """Gives the calling thread and those that compute for it a core each, if there are as many as
+    this process may use: left to itself, the kernel puts two of them on one core for
+    milliseconds, whenever something short runs on the other. Fewer threads share the host with
+    other workers, and stay where the kernel puts them."""
+    loaded, threads = library(), torch.get_num_threads()
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if loaded is not None and threads == len(cpus) > 1:
+        loaded.pdserve_pin((ctypes.c_int * threads)(*cpus), threads)
 
 
 class Weight(ctypes.Structure):

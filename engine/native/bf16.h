@@ -272,16 +272,9 @@ void quantised_sums(const Linear& w, long channel, const uint16_t* x, long rows,
                                             w.inputs / GROUP, sums + r * TILE);
 }
 
-// x [rows, inputs] times the VECTORS * 16 channels from `channel` on, a multiple of 32, with scales
-// and bias, to sums [rows, TILE] in float32. `rows` is at most MAX_ROWS.
+// Scales and bias, of the channels from `channel` on.
 template <int VECTORS>
-void product(const Linear& w, long channel, const uint16_t* x, long rows, float* sums) {
-    for (long r = 0; r < rows; r++)
-        for (int v = 0; v < VECTORS; v++)
-            _mm512_store_ps(sums + r * TILE + 16 * v, _mm512_setzero_ps());
-    if (w.kind == PLAIN) plain_sums<VECTORS>(w, channel, x, rows, sums);
-    if (w.kind == INT8) quantised_sums<Int8, VECTORS>(w, channel, x, rows, sums);
-    if (w.kind == INT4) quantised_sums<Int4, VECTORS>(w, channel, x, rows, sums);
+void finish(const Linear& w, long channel, long rows, float* sums) {
     if (w.kind != INT8 && !w.bias) return;
     for (int v = 0; v < VECTORS; v++) {
         long at = channel + 16 * v;
@@ -292,6 +285,19 @@ void product(const Linear& w, long channel, const uint16_t* x, long rows, float*
             _mm512_store_ps(sum, _mm512_fmadd_ps(_mm512_load_ps(sum), factor, start));
         }
     }
+}
+
+// x [rows, inputs] times the VECTORS * 16 channels from `channel` on, a multiple of 32, with scales
+// and bias, to sums [rows, TILE] in float32. `rows` is at most MAX_ROWS.
+template <int VECTORS>
+void product(const Linear& w, long channel, const uint16_t* x, long rows, float* sums) {
+    for (long r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++)
+            _mm512_store_ps(sums + r * TILE + 16 * v, _mm512_setzero_ps());
+    if (w.kind == PLAIN) plain_sums<VECTORS>(w, channel, x, rows, sums);
+    if (w.kind == INT8) quantised_sums<Int8, VECTORS>(w, channel, x, rows, sums);
+    if (w.kind == INT4) quantised_sums<Int4, VECTORS>(w, channel, x, rows, sums);
+    finish<VECTORS>(w, channel, rows, sums);
 }
 
 // Calls use(channel, num_channels, sums) for the channels of thread `thread` of `threads`, as
@@ -314,6 +320,43 @@ void each_product(const Linear& w, long span, const uint16_t* x, long rows, int 
             at += 1;
         }
     }
+}
+
+// ------------------------------------------------------------ many rows
+
+constexpr long BLOCK_ROWS = 128;  // that one thread takes at a time
+constexpr long FEW_QUANTISED = 16;  // rows from which on a quantised tile is widened once for all
+
+template <class Weights>
+void widen_tile(Weights weights, uint16_t* tile, long inputs) {
+    for (long group = 0; group < inputs / GROUP; group++)
+        for (int v = 0; v < TILE / 16; v++) {
+            weights.at_group(group, v);
+            for (long i = group * GROUP; i < (group + 1) * GROUP; i += 2)
+                _mm512_storeu_si512(tile + i * TILE + 32 * v, weights.load_whole(i, v));
+        }
+}
+
+// The tile of the channels from `channel` on as plain numbers, int8 without its scales: itself, or
+// written to `scratch` [inputs, TILE].
+inline const uint16_t* plain_tile(const Linear& w, long channel, uint16_t* scratch) {
+    if (w.kind == PLAIN) return static_cast<const uint16_t*>(w.tiles) + channel * w.inputs;
+    if (w.kind == INT8) widen_tile(Int8(w.tiles, nullptr, channel, w.inputs), scratch, w.inputs);
+    if (w.kind == INT4) widen_tile(Int4(w.tiles, w.scales, channel, w.inputs), scratch, w.inputs);
+    return scratch;
+}
+
+// At most GROUP_ROWS rows of x times a plain tile, with scales and bias, to sums [rows, TILE]. With
+// all inputs at once the sums stay in registers: at 128 rows and more this is at 80 to 93 percent
+// of what the processor multiplies, which is what oneDNN reaches.
+inline void group_product(const Linear& w, long channel, const uint16_t* tile, const uint16_t* x,
+                          long rows, float* sums) {
+    memset(sums, 0, GROUP_ROWS * TILE * sizeof(float));
+    if (rows == GROUP_ROWS)
+        plain_part<GROUP_ROWS, 4, 0>(x, w.inputs, tile, w.inputs, nullptr, sums);
+    else
+        rest<4>(x, w.inputs, tile, w.inputs, rows, sums);
+    finish<4>(w, channel, rows, sums);
 }
 
 }  // namespace pdserve

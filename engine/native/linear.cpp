@@ -7,16 +7,6 @@ using namespace pdserve;
 namespace {
 
 template <class Weights>
-void widen_tile(Weights weights, uint16_t* tile, long inputs) {
-    for (long group = 0; group < inputs / GROUP; group++)
-        for (int v = 0; v < TILE / 16; v++) {
-            weights.at_group(group, v);
-            for (long i = group * GROUP; i < (group + 1) * GROUP; i += 2)
-                _mm512_storeu_si512(tile + i * TILE + 32 * v, weights.load_whole(i, v));
-        }
-}
-
-template <class Weights>
 void widen(const void* tiles, const uint16_t* group_scales, uint16_t* to, long inputs,
            long outputs, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)

@@ -107,7 +107,7 @@ def test_all_layers_in_one_call_equal_torchs(
     ids, chunks = random_ids(80), [40, 1, 1, 4, 33, 1]  # few rows, then many, in turn
     model = load_model(files, "bfloat16", quantization=quantization)
     runner = PagedRunner(model)
-    assert model.has_few_rows
+    assert model.has_native_layers
     ours = runner.chunks(ids, chunks)
     with native.turned_off():
         model = load_model(files, "bfloat16", quantization=quantization)
@@ -118,12 +118,56 @@ def test_all_layers_in_one_call_equal_torchs(
 
 
 @needs_native
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_prompts_and_decoding_in_one_step_equal_torchs(
+    threads: int, quantization: Quantization, tmp_path: Path
+) -> None:
+    shape = {"head_dim": 32, "intermediate_size": 128}
+    files = save_tiny(make_tiny("qwen2-window", **shape), tmp_path)
+    ids = random_ids(200, seed=2)
+    # More than one block of rows, of lengths that no group divides; short chunks beside long ones.
+    steps = [
+        {"a": ids[:11], "b": ids[:70]},
+        {"a": ids[11:12], "b": ids[70:71], "c": ids[:131], "d": ids[5:14], "e": ids[3:6]},
+        {"a": ids[12:13], "c": ids[131:151], "d": ids[14:100]},
+    ]
+    before, outs = torch.get_num_threads(), []
+    torch.set_num_threads(threads)
+    try:
+        for how in (nullcontext(), native.turned_off()):
+            with how:
+                model = load_model(files, "bfloat16", quantization=quantization)
+                runner = PagedRunner(model, num_blocks=128)
+                outs.append(torch.cat([runner.step(step) for step in steps]))
+    finally:
+        torch.set_num_threads(before)
+    ours, torchs = outs
+    torch.testing.assert_close(ours, torchs, atol=0.25, rtol=0.02)
+    assert (ours - torchs).abs().mean() < 0.03
+
+
+@needs_native
+def test_rows_without_logits_change_none(tmp_path: Path) -> None:
+    files = save_tiny(make_tiny("llama", head_dim=32, intermediate_size=128), tmp_path)
+    model = load_model(files, "bfloat16")
+    PagedRunner(model)
+    ids = torch.tensor(random_ids(40))
+    batch = StepBatch([40], [40], [list(range(10))], 0)
+    every = model.forward(ids, torch.arange(40), batch, torch.arange(40))
+    some = model.forward(ids, torch.arange(40), batch, torch.tensor([39, 3]))
+    torch.testing.assert_close(some, every[[39, 3]], atol=0.05, rtol=0.02)
+    none = model.forward(ids, torch.arange(40), batch, torch.arange(0))
+    assert len(none) == 0
+
+
+@needs_native
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "mixtral", "deepseek-v2"])
 def test_what_it_does_not_know_is_left_to_torch(name: str, tmp_path: Path) -> None:
     files = save_tiny(make_tiny(name), tmp_path)
     model = load_model(files, "bfloat16")
     runner = PagedRunner(model)
-    assert not model.has_few_rows
+    assert not model.has_native_layers
     assert torch.isfinite(runner.chunks(random_ids(5), [3])).all()
 
 

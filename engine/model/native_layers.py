@@ -1,7 +1,8 @@
-"""All layers of a decoder for a few tokens in one native call (`few_rows.cpp`)."""
+"""All layers of a decoder for the tokens of one step in one native call (`layers.cpp`)."""
 
 import ctypes
 
+import numpy as np
 import torch
 
 from engine import native
@@ -11,6 +12,8 @@ from engine.model.config import ModelConfig
 from engine.model.layers import Layer, Mlp, Norm, Weights, native_weight
 
 _pointer, _long = ctypes.c_void_p, ctypes.c_long
+# Tokens of one sequence from which on packing its keys pays.
+_CHUNK_ROWS = 8
 
 
 class _Layer(ctypes.Structure):
@@ -49,19 +52,26 @@ class _Step(ctypes.Structure):
         ("embedded", _pointer),
         ("cos", _pointer * 2),
         ("sin", _pointer * 2),
+        ("positions", _pointer),
+        ("sequences", _pointer),
         ("tables", _pointer),
         ("table_stride", _long),
-        ("lens", _pointer),
+        ("chunks", _pointer),
+        ("num_chunks", _long),
+        ("singles", _pointer),
+        ("num_singles", _long),
         ("logits_rows", _pointer),
         ("num_logits", _long),
         ("logits", _pointer),
-        *[(name, _pointer) for name in ("residual", "normed", "qkv", "attended", "activated")],
-    ]
+        *[(name, _pointer) for name in (
+            "residual", "last_residual", "normed", "qkv", "attended", "activated",
+        )],
+    ]  # fmt: skip
 
 
-class FewRows:
-    """Runs steps of up to `native.MAX_ROWS` tokens over one model and one cache, which it keeps
-    alive. One thread at a time: the scratch is reused."""
+class NativeLayers:
+    """Runs steps over one model and one cache, which it keeps alive. One thread at a time: the
+    scratch is reused, and grows to the largest step so far."""
 
     def __init__(self, config: ModelConfig, weights: Weights, kv_cache: torch.Tensor) -> None:
         """Only after `serves`."""
@@ -89,21 +99,14 @@ class FewRows:
             kv_cache.shape[4],
         )
         self._vocab_size = head.outputs
-        rows, dim = native.MAX_ROWS, config.head_dim
-        heads = config.num_heads + 2 * config.num_kv_heads
-        half = torch.bfloat16
-        self._residual = torch.empty(rows, config.hidden_size)
-        self._scratch = {
-            "qkv": torch.empty(rows, heads * dim, dtype=half),
-            "attended": torch.empty(rows, config.num_heads * dim, dtype=half),
-            "activated": torch.empty(rows, config.intermediate_size, dtype=half),
-        }
-        self._normed = torch.empty(0, dtype=half)
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._num_rows = 0  # that the scratch has room for
 
     def forward(
         self,
         embedded: torch.Tensor,  # bfloat16 [T, hidden]
         cos_sins: list[tuple[torch.Tensor, torch.Tensor]],  # one for each kind of rope
+        positions: torch.Tensor,  # int64 [T]
         batch: StepBatch,
         logits_rows: torch.Tensor,  # int64 [R]
     ) -> torch.Tensor:
@@ -111,29 +114,63 @@ class FewRows:
         loaded = native.library()
         assert loaded is not None
         threads = torch.get_num_threads()
-        rows = embedded.shape[0]
-        normed = threads * native.MAX_ROWS * self._config.hidden_size
-        if self._normed.numel() < normed:
-            self._normed = self._normed.new_empty(normed)
-        tables, lens = _by_row(batch)
-        logits = self._residual.new_empty(len(logits_rows), self._vocab_size)
+        rows, num_logits = embedded.shape[0], len(logits_rows)
+        self._make_room(max(rows, num_logits, threads * native.MAX_ROWS))
+        laid_out = _LaidOut(batch)
+        logits = torch.empty(num_logits, self._vocab_size)
         step = _Step(
             rows=rows,
             embedded=embedded.data_ptr(),
-            tables=tables.data_ptr(),
-            table_stride=tables.shape[1],
-            lens=lens.data_ptr(),
+            positions=positions.data_ptr(),
+            sequences=laid_out.sequences.ctypes.data,
+            tables=laid_out.tables.ctypes.data,
+            table_stride=laid_out.tables.shape[1],
+            chunks=laid_out.chunks.ctypes.data,
+            num_chunks=len(laid_out.chunks),
+            singles=laid_out.singles.ctypes.data,
+            num_singles=len(laid_out.singles),
             logits_rows=logits_rows.data_ptr(),
-            num_logits=len(logits_rows),
+            num_logits=num_logits,
             logits=logits.data_ptr(),
-            residual=self._residual.data_ptr(),
-            normed=self._normed.data_ptr(),
             **{name: buffer.data_ptr() for name, buffer in self._scratch.items()},
         )
         for i, (cos, sin) in enumerate(cos_sins):
             step.cos[i], step.sin[i] = cos.data_ptr(), sin.data_ptr()
-        loaded.pdserve_few_rows(ctypes.addressof(self._decoder), ctypes.addressof(step), threads)
+        loaded.pdserve_layers(ctypes.addressof(self._decoder), ctypes.addressof(step), threads)
         return logits
+
+    def _make_room(self, rows: int) -> None:
+        if rows <= self._num_rows:
+            return
+        config, half = self._config, torch.bfloat16
+        heads, dim = config.num_heads, config.head_dim
+        self._scratch = {
+            "residual": torch.empty(rows, config.hidden_size),
+            "last_residual": torch.empty(rows, config.hidden_size),
+            "normed": torch.empty(rows, config.hidden_size, dtype=half),
+            "qkv": torch.empty(rows, (heads + 2 * config.num_kv_heads) * dim, dtype=half),
+            "attended": torch.empty(rows, heads * dim, dtype=half),
+            "activated": torch.empty(rows, config.intermediate_size, dtype=half),
+        }
+        self._num_rows = rows
+
+
+class _LaidOut:
+    """A batch as the native code reads it: block tables by sequence, padded with 0; of each row
+    its sequence; and which rows go through attention together."""
+
+    def __init__(self, batch: StepBatch) -> None:
+        longest = max(map(len, batch.block_tables))
+        padded = [table + [0] * (longest - len(table)) for table in batch.block_tables]
+        self.tables = np.array(padded, dtype=np.int64)
+        lens = np.array(batch.query_lens, dtype=np.int64)
+        self.sequences = np.repeat(np.arange(len(lens)), lens)
+        is_single = lens[self.sequences] < _CHUNK_ROWS
+        self.singles = np.flatnonzero(is_single)
+        (long,) = np.nonzero(lens >= _CHUNK_ROWS)
+        starts, prefixes = np.cumsum(lens) - lens, np.array(batch.seq_lens) - lens
+        # Rows of `PromptChunk`: first row, tokens, prefix, sequence.
+        self.chunks = np.stack((starts[long], lens[long], prefixes[long], long), axis=1)
 
 
 def serves(config: ModelConfig, weights: Weights, kv_cache: torch.Tensor) -> bool:
@@ -200,17 +237,3 @@ def _layer(config: ModelConfig, index: int, layer: Layer) -> _Layer:
 
 def _address(norm: Norm | None) -> int | None:
     return None if norm is None else norm.weight.data_ptr()
-
-
-def _by_row(batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block table, padded with 0, and length of what each token sees: int64 `[T, blocks]`,
-    `[T]`."""
-    longest = max(map(len, batch.block_tables))
-    tables: list[list[int]] = []
-    lens: list[int] = []
-    for query_len, seq_len, table in zip(
-        batch.query_lens, batch.seq_lens, batch.block_tables, strict=True
-    ):
-        tables += [table + [0] * (longest - len(table))] * query_len
-        lens += range(seq_len - query_len + 1, seq_len + 1)
-    return torch.tensor(tables), torch.tensor(lens)

@@ -1,0 +1,287 @@
+// Attention of a prompt chunk: products of blocks of queries with packed keys and values.
+
+#pragma once
+
+#include "attention.h"
+
+namespace pdserve {
+
+constexpr long SPAN = 64;   // keys of a packed piece
+constexpr long ROWS = 32;   // query rows, tokens times heads of a group, that go through together
+
+// 16 x 16 numbers of 32 bits, rows to columns.
+inline void transpose(__m512i rows[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        rows[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        rows[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        rows[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        rows[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 2; j++) {
+            t[8 * j + i] = _mm512_shuffle_i32x4(rows[8 * j + i], rows[8 * j + i + 4], 0x88);
+            t[8 * j + i + 4] = _mm512_shuffle_i32x4(rows[8 * j + i], rows[8 * j + i + 4], 0xDD);
+        }
+    for (int i = 0; i < 8; i++) {
+        rows[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        rows[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xDD);
+    }
+}
+
+// One chunk of a prompt: its queries are at positions [prefix, prefix + tokens), and the keys that
+// any of them sees at [first, prefix + tokens). Keys and values are packed once for all queries:
+// keys [dim / 2, SPAN, 2], so that a query's product with SPAN keys is a product with a tile of
+// weights; values [SPAN / 2, dim, 2] likewise, with dimensions in the order of the unpacking.
+class Chunk {
+   public:
+    Chunk(const LayerCache& cache, const int64_t* table, long first, long end, uint16_t* packed)
+        : cache_(cache), table_(table), first_(first), end_(end), packed_(packed),
+          spans_((end - first + SPAN - 1) / SPAN) {}
+
+    long spans() const { return spans_; }
+
+    // Piece `span` of KV head `head`.
+    void pack(long head, long span) {
+        const long dim = cache_.dim;
+        const uint16_t *keys[SPAN], *values[SPAN];
+        static const uint16_t zeros[MAX_DIM] = {};
+        for (long t = 0; t < SPAN; t++) {
+            long at = first_ + span * SPAN + t;
+            keys[t] = values[t] = zeros;
+            if (at >= end_) continue;
+            long slot = at % cache_.block_size * dim;
+            int64_t block = table_[at / cache_.block_size];
+            keys[t] = cache_.keys(block, head) + slot;
+            values[t] = cache_.values(block, head) + slot;
+        }
+        uint16_t* to = keys_of(head, span);
+        for (long t = 0; t < SPAN; t += 16)
+            for (long i = 0; i < dim; i += 32) {
+                __m512i rows[16];
+                for (int r = 0; r < 16; r++) rows[r] = _mm512_loadu_si512(keys[t + r] + i);
+                transpose(rows);
+                for (int r = 0; r < 16; r++)
+                    _mm512_storeu_si512(to + (i / 2 + r) * 2 * SPAN + 2 * t, rows[r]);
+            }
+        to = values_of(head, span);
+        for (long t = 0; t < SPAN; t += 2, to += 2 * dim)
+            for (long i = 0; i < dim; i += 32) {
+                __m512i one = _mm512_loadu_si512(values[t] + i);
+                __m512i two = _mm512_loadu_si512(values[t + 1] + i);
+                _mm512_storeu_si512(to + 2 * i, _mm512_unpacklo_epi16(one, two));
+                _mm512_storeu_si512(to + 2 * i + 32, _mm512_unpackhi_epi16(one, two));
+            }
+    }
+
+    // `heads` queries of KV head `head` of `tokens` tokens from `position` on; rows and outputs
+    // of a token `stride` and `out_stride` apart. heads * tokens is at most ROWS.
+    template <int D>
+    void attend(long head, long heads, long tokens, long position, const uint16_t* query,
+                long stride, uint16_t* out, long out_stride, long window, float scale) {
+        constexpr long DIM = 32 * D;
+        alignas(64) uint16_t rows[ROWS * DIM], weights[ROWS * SPAN];
+        alignas(64) float scores[ROWS * SPAN], sums[ROWS * DIM];
+        float maxima[ROWS], totals[ROWS];
+        long count = heads * tokens;
+        for (long r = 0; r < count; r++) {
+            memcpy(rows + r * DIM, query + r / heads * stride + r % heads * DIM, 2 * DIM);
+            maxima[r] = -INFINITY, totals[r] = 0;
+        }
+        memset(sums, 0, count * DIM * sizeof(float));
+        long oldest = window ? position - window + 1 : 0;
+        long from = oldest > first_ ? (oldest - first_) / SPAN : 0;
+        for (long span = from; span < spans_; span++) {
+            long start = first_ + span * SPAN;
+            if (start > position + tokens - 1) break;
+            memset(scores, 0, count * SPAN * sizeof(float));
+            multiply<4>(rows, DIM, keys_of(head, span), SPAN, DIM, count, scores, SPAN);
+            bool is_masked = start + SPAN - 1 > position ||
+                             (window && start <= position + tokens - 1 - window);
+            for (long r = 0; r < count; r++) {
+                long at = position + r / heads;
+                soften(scores + r * SPAN, weights + r * SPAN, start, at,
+                       window ? at - window + 1 : 0, is_masked, scale, maxima[r], totals[r],
+                       sums + r * DIM, DIM);
+            }
+            const uint16_t* values = values_of(head, span);
+            if (DIM % 64 == 0)
+                for (long i = 0; i < DIM; i += 64)
+                    multiply<4>(weights, SPAN, values + 2 * i, DIM, SPAN, count, sums + i, DIM);
+            else
+                for (long i = 0; i < DIM; i += 32)
+                    multiply<2>(weights, SPAN, values + 2 * i, DIM, SPAN, count, sums + i, DIM);
+        }
+        const __m512i front =
+            _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        const __m512i back = _mm512_add_epi32(front, _mm512_set1_epi32(8));
+        for (long r = 0; r < count; r++)
+            for (long i = 0; i < DIM; i += 32) {
+                __m512 factor = _mm512_set1_ps(1 / totals[r]);
+                __m512 low = _mm512_mul_ps(_mm512_load_ps(sums + r * DIM + i), factor);
+                __m512 high = _mm512_mul_ps(_mm512_load_ps(sums + r * DIM + i + 16), factor);
+                uint16_t* to = out + r / heads * out_stride + r % heads * DIM + i;
+                store_bf16(to, _mm512_permutex2var_ps(low, front, high));
+                store_bf16(to + 16, _mm512_permutex2var_ps(low, back, high));
+            }
+    }
+
+   private:
+    uint16_t* keys_of(long head, long span) const {
+        return packed_ + (head * spans_ + span) * 2 * SPAN * cache_.dim;
+    }
+    uint16_t* values_of(long head, long span) const {
+        return keys_of(head, span) + SPAN * cache_.dim;
+    }
+
+    // x [count, inputs] with rows x_stride apart, times a tile [inputs / 2, width, 2], of which
+    // 16 * VECTORS columns are taken, added to sums with rows sum_stride apart.
+    template <int VECTORS>
+    static void multiply(const uint16_t* x, long x_stride, const uint16_t* tile, long width,
+                         long inputs, long count, float* sums, long sum_stride) {
+        auto some = [&](auto product, long r) {
+            product(x + r * x_stride, x_stride, tile, width, inputs, sums + r * sum_stride,
+                    sum_stride);
+        };
+        long r = 0;
+        for (; r + 4 <= count; r += 4) some(part<4, VECTORS>, r);
+        if (count - r == 3) some(part<3, VECTORS>, r);
+        if (count - r == 2) some(part<2, VECTORS>, r);
+        if (count - r == 1) some(part<1, VECTORS>, r);
+    }
+
+    template <int N, int VECTORS>
+    static void part(const uint16_t* x, long x_stride, const uint16_t* tile, long width,
+                     long inputs, float* sums, long sum_stride) {
+        __m512 all[N][VECTORS];
+        for (int r = 0; r < N; r++)
+            for (int v = 0; v < VECTORS; v++)
+                all[r][v] = _mm512_load_ps(sums + r * sum_stride + 16 * v);
+        for (long i = 0; i < inputs; i += 2, tile += 2 * width) {
+            __m512i columns[VECTORS];
+            for (int v = 0; v < VECTORS; v++) columns[v] = _mm512_loadu_si512(tile + 32 * v);
+            for (int r = 0; r < N; r++) {
+                __m512i both = broadcast_pair(x + r * x_stride + i);
+                for (int v = 0; v < VECTORS; v++)
+                    all[r][v] = multiply_pairs(all[r][v], columns[v], both);
+            }
+        }
+        for (int r = 0; r < N; r++)
+            for (int v = 0; v < VECTORS; v++)
+                _mm512_store_ps(sums + r * sum_stride + 16 * v, all[r][v]);
+    }
+
+    // Scores of one query with the keys from `start` on, of which it sees [oldest, at], become
+    // weights; what was summed before shrinks when the maximum grows.
+    static void soften(const float* scores, uint16_t* weights, long start, long at, long oldest,
+                       bool is_masked, float scale, float& maximum, float& total, float* sums,
+                       long dim) {
+        __m512 x[SPAN / 16];
+        __m512 largest = _mm512_set1_ps(-INFINITY);
+        for (int v = 0; v < SPAN / 16; v++) {
+            x[v] = _mm512_mul_ps(_mm512_load_ps(scores + 16 * v), _mm512_set1_ps(scale));
+            if (is_masked) {
+                __m512i keys = _mm512_add_epi32(
+                    _mm512_set1_epi32(static_cast<int>(start + 16 * v)),
+                    _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+                __mmask16 seen =
+                    _mm512_cmple_epi32_mask(keys, _mm512_set1_epi32(static_cast<int>(at))) &
+                    _mm512_cmpge_epi32_mask(keys, _mm512_set1_epi32(static_cast<int>(oldest)));
+                x[v] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, x[v]);
+            }
+            largest = _mm512_max_ps(largest, x[v]);
+        }
+        float most = _mm512_reduce_max_ps(largest);
+        if (most > maximum) {
+            __m512 shrink = _mm512_set1_ps(expf(maximum - most));
+            total *= _mm512_cvtss_f32(shrink);
+            for (long i = 0; i < dim; i += 16)
+                _mm512_store_ps(sums + i, _mm512_mul_ps(_mm512_load_ps(sums + i), shrink));
+            maximum = most;
+        }
+        __m512 sum = _mm512_setzero_ps();
+        for (int v = 0; v < SPAN / 16; v++) {
+            // A row that sees nothing yet has no maximum; -inf becomes 0 in either case.
+            __mmask16 seen = _mm512_cmp_ps_mask(x[v], _mm512_set1_ps(-INFINITY), _CMP_NEQ_OQ);
+            x[v] = _mm512_maskz_mov_ps(
+                seen, exp_ps(_mm512_sub_ps(x[v], _mm512_set1_ps(maximum))));
+            sum = _mm512_add_ps(sum, x[v]);
+            store_bf16(weights + 16 * v, x[v]);
+        }
+        total += _mm512_reduce_add_ps(sum);
+    }
+
+    const LayerCache& cache_;
+    const int64_t* table_;
+    long first_, end_;
+    uint16_t* packed_;
+    long spans_;
+};
+
+// What is asked of one chunk in one layer: queries [tokens, heads, dim] at positions from `prefix`
+// on, and where the outputs go; rows of a token `stride` and `out_stride` apart.
+struct Queries {
+    const uint16_t* query;
+    long stride;
+    uint16_t* out;
+    long out_stride;
+    long tokens, prefix, heads, window;
+    float scale;
+
+    long first_key() const { return window && prefix >= window ? prefix - window + 1 : 0; }
+};
+
+// The work is cut into pieces of some tokens for one KV head, which are independent of each other.
+class ChunkWork {
+   public:
+    ChunkWork(const LayerCache& cache, const int64_t* table, const Queries& q, uint16_t* packed)
+        : q_(q), kv_heads_(cache.kv_heads), dim_(cache.dim), group_(q.heads / cache.kv_heads),
+          step_(group_ < ROWS ? ROWS / group_ : 1),
+          chunk_(cache, table, q.first_key(), q.prefix + q.tokens, packed) {}
+
+    // Of what is packed: 16-bit numbers for each KV head and span of keys.
+    static long packed_size(const LayerCache& cache, long first, long end) {
+        return cache.kv_heads * ((end - first + SPAN - 1) / SPAN) * 2 * SPAN * cache.dim;
+    }
+
+    long num_packs() const { return kv_heads_ * chunk_.spans(); }
+    void pack(long i) { chunk_.pack(i / chunk_.spans(), i % chunk_.spans()); }
+
+    // Once all is packed. The longest first.
+    long num_pieces() const { return kv_heads_ * rows_of_pieces(); }
+    void attend(long i) {
+        switch (dim_ / 32) {
+            case 1: return attend_piece<1>(i);
+            case 2: return attend_piece<2>(i);
+            case 3: return attend_piece<3>(i);
+            case 4: return attend_piece<4>(i);
+            case 8: return attend_piece<8>(i);
+        }
+    }
+
+   private:
+    long rows_of_pieces() const { return (q_.tokens + step_ - 1) / step_; }
+
+    template <int D>
+    void attend_piece(long i) {
+        long head = i % kv_heads_, start = (rows_of_pieces() - 1 - i / kv_heads_) * step_;
+        long tokens = q_.tokens - start < step_ ? q_.tokens - start : step_;
+        const uint16_t* from = q_.query + start * q_.stride + head * group_ * dim_;
+        uint16_t* to = q_.out + start * q_.out_stride + head * group_ * dim_;
+        for (long g = 0; g < group_; g += ROWS) {  // more heads than rows: a few at a time
+            long heads = group_ - g < ROWS ? group_ - g : ROWS;
+            chunk_.attend<D>(head, heads, tokens, q_.prefix + start, from + g * dim_, q_.stride,
+                             to + g * dim_, q_.out_stride, q_.window, q_.scale);
+        }
+    }
+
+    Queries q_;
+    long kv_heads_, dim_, group_, step_;
+    Chunk chunk_;
+};
+
+}  // namespace pdserve

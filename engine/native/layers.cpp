@@ -1,0 +1,447 @@
+// All layers of a decoder for the tokens of one step in one call, whether they decode or are chunks
+// of prompts. Between products of a few microseconds, calls of single operations cost as much as
+// the products; between those of many rows, their threads would go to sleep.
+//
+// The threads of one parallel region walk through the layers together and wait for each other where
+// one needs what others wrote. With few rows each has a fixed part of a product's channels; with
+// many they take tiles and blocks of rows one by one, so that one that lost its core for a while
+// holds up the others less. The residual stream is float32, every product's input bfloat16.
+
+#include <omp.h>
+#include <sched.h>
+
+#include <atomic>
+#include <vector>
+
+#include "chunk.h"
+
+using namespace pdserve;
+
+namespace {
+
+struct Layer {
+    const uint16_t* input_norm;
+    Linear qkv;
+    const uint16_t *q_norm, *k_norm;  // [dim] or null
+    Linear o;
+    const uint16_t* mlp_norm;
+    Linear gate_up, down;
+    long window;  // 0: none
+    long rope;    // which of the tables of cos and sin
+};
+
+struct Decoder {
+    const Layer* layers;
+    long num_layers;
+    long hidden, intermediate, heads, kv_heads, dim, rotary_dim;
+    float eps, scale;
+    const uint16_t* norm;
+    Linear head;
+    uint16_t* cache;  // [blocks, layers, 2, kv_heads, block_size, dim]
+    long block_size;
+};
+
+// Tokens of a prompt that go through attention together; others go alone.
+struct PromptChunk {
+    int64_t row, tokens, prefix, sequence;
+};
+
+struct Step {
+    long rows;
+    const uint16_t* embedded;   // [rows, hidden]
+    const uint16_t* cos[2];     // [rows, rotary_dim]
+    const uint16_t* sin[2];     // the first half negated
+    const int64_t* positions;   // [rows]
+    const int64_t* sequences;   // [rows], which of the tables
+    const int64_t* tables;      // [sequences, table_stride]
+    long table_stride;
+    const PromptChunk* chunks;
+    long num_chunks;
+    const int64_t* singles;     // rows that are in no chunk
+    long num_singles;
+    const int64_t* logits_rows; // [num_logits]
+    long num_logits;
+    float* logits;              // [num_logits, vocabulary]
+    // Of the caller, for one call at a time:
+    float* residual;            // [rows, hidden]
+    float* last_residual;       // [num_logits, hidden]
+    uint16_t* normed;           // [max(rows, threads * MAX_ROWS), hidden]
+    uint16_t* qkv;              // [rows, (heads + 2 kv_heads) * dim]
+    uint16_t* attended;         // [rows, heads * dim]
+    uint16_t* activated;        // [rows, intermediate]
+};
+
+// The threads of a call: where they wait for each other, and what of a phase is left to take.
+class Crew {
+   public:
+    int threads = 1;
+
+    // The next piece of this phase.
+    long take() { return next_.fetch_add(1, std::memory_order_relaxed); }
+
+    // Ends a phase. Spins, then lets others run: the last thread may be off its core.
+    void wait() {
+        int round = round_.load(std::memory_order_relaxed);
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads - 1) {
+            arrived_.store(0, std::memory_order_relaxed);
+            next_.store(0, std::memory_order_relaxed);
+            round_.store(round + 1, std::memory_order_release);
+            return;
+        }
+        for (int spins = 0; round_.load(std::memory_order_acquire) == round; spins++)
+            spins < 2000 ? _mm_pause() : static_cast<void>(sched_yield());
+    }
+
+   private:
+    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<int> round_{0};
+    alignas(64) std::atomic<long> next_{0};
+};
+
+float root_of_mean(__m512 squares, long size, float eps) {
+    return 1.f / sqrtf(_mm512_reduce_add_ps(squares) / size + eps);
+}
+
+void norm_row(const float* x, const uint16_t* weight, uint16_t* out, long size, float eps) {
+    __m512 squares = _mm512_setzero_ps();
+    for (long i = 0; i < size; i += 16) {
+        __m512 value = _mm512_loadu_ps(x + i);
+        squares = _mm512_fmadd_ps(value, value, squares);
+    }
+    __m512 factor = _mm512_set1_ps(root_of_mean(squares, size, eps));
+    for (long i = 0; i < size; i += 16) {
+        __m512 value = _mm512_mul_ps(_mm512_loadu_ps(x + i), factor);
+        store_bf16(out + i, _mm512_mul_ps(value, load_bf16(weight + i)));
+    }
+}
+
+// Norm, if there is one, then rotation, of one head in place.
+void turn_head(uint16_t* head, const uint16_t* norm, const uint16_t* cos, const uint16_t* sin,
+               const Decoder& d) {
+    alignas(64) float x[MAX_DIM];
+    __m512 squares = _mm512_setzero_ps();
+    for (long i = 0; i < d.dim; i += 16) {
+        __m512 value = load_bf16(head + i);
+        squares = _mm512_fmadd_ps(value, value, squares);
+        _mm512_store_ps(x + i, value);
+    }
+    if (norm) {
+        __m512 factor = _mm512_set1_ps(root_of_mean(squares, d.dim, d.eps));
+        for (long i = 0; i < d.dim; i += 16) {
+            __m512 value = _mm512_mul_ps(_mm512_load_ps(x + i), factor);
+            _mm512_store_ps(x + i, _mm512_mul_ps(value, load_bf16(norm + i)));
+        }
+    }
+    long half = d.rotary_dim / 2;
+    for (long i = 0; i < half; i += 16) {
+        __m512 a = _mm512_load_ps(x + i), b = _mm512_loadu_ps(x + half + i);
+        __m512 first = _mm512_fmadd_ps(b, load_bf16(sin + i),
+                                       _mm512_mul_ps(a, load_bf16(cos + i)));
+        __m512 second = _mm512_fmadd_ps(a, load_bf16(sin + half + i),
+                                        _mm512_mul_ps(b, load_bf16(cos + half + i)));
+        store_bf16(head + i, first);
+        store_bf16(head + half + i, second);
+    }
+    if (norm)
+        for (long i = d.rotary_dim; i < d.dim; i += 16) store_bf16(head + i, _mm512_load_ps(x + i));
+}
+
+class Walk {
+   public:
+    Walk(const Decoder& d, const Step& s, int thread, Crew& crew, uint16_t* packed)
+        : d_(d), s_(s), thread_(thread), crew_(crew), packed_(packed), rows_(s.rows),
+          residual_(s.residual), attended_(s.attended),
+          width_((d.heads + 2 * d.kv_heads) * d.dim) {}
+
+    void run() {
+        share(rows_, [&](long r) {
+            for (long i = 0; i < d_.hidden; i += 16)
+                _mm512_storeu_ps(residual_ + r * d_.hidden + i,
+                                 load_bf16(s_.embedded + r * d_.hidden + i));
+        });
+        crew_.wait();
+        for (long i = 0; i < d_.num_layers; i++) layer(d_.layers[i], i);
+        logits();
+    }
+
+   private:
+    template <class Use>
+    void share(long items, Use use) {
+        long threads = crew_.threads;
+        for (long i = items * thread_ / threads; i < items * (thread_ + 1) / threads; i++) use(i);
+    }
+
+    template <class Use>
+    void take(long items, Use use) {
+        for (long i; (i = crew_.take()) < items;) use(i);
+    }
+
+    static bool are_few(const Linear& w, long rows) {
+        return rows <= (w.kind == PLAIN ? MAX_ROWS : FEW_QUANTISED);
+    }
+
+    // Few rows each thread norms for itself: less than waiting for another.
+    const uint16_t* norm(const uint16_t* weight, const Linear& next) {
+        bool is_own = are_few(next, rows_);
+        uint16_t* out = s_.normed + (is_own ? thread_ * MAX_ROWS * d_.hidden : 0);
+        auto row = [&](long r) {
+            norm_row(residual_ + r * d_.hidden, weight, out + r * d_.hidden, d_.hidden, d_.eps);
+        };
+        if (is_own) {
+            for (long r = 0; r < rows_; r++) row(r);
+        } else {
+            share(rows_, row);
+            crew_.wait();
+        }
+        return out;
+    }
+
+    // x [rows, inputs] times the first `span` channels: calls use(row, rows, channel, channels,
+    // sums [rows, TILE]) for parts of the result, each once.
+    template <class Use>
+    void product(const Linear& w, long span, const uint16_t* x, Use use) {
+        if (are_few(w, rows_)) {
+            each_product(w, span, x, rows_, thread_, crew_.threads,
+                         [&](long channel, long channels, const float* sums) {
+                             use(0, rows_, channel, channels, sums);
+                         });
+            return;
+        }
+        alignas(64) float sums[GROUP_ROWS * TILE];
+        each_block(span, [&](long channel, long first, long last) {
+            const uint16_t* tile = plain_tile(w, channel, scratch(0, w));
+            for (long r = first; r < last; r += GROUP_ROWS) {
+                long rows = last - r < GROUP_ROWS ? last - r : GROUP_ROWS;
+                group_product(w, channel, tile, x + r * w.inputs, rows, sums);
+                use(r, rows, channel, TILE, sums);
+            }
+        });
+    }
+
+    // Calls use(channel, first, last) for every tile and block of rows.
+    template <class Use>
+    void each_block(long span, Use use) {
+        long blocks = (rows_ + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        take(span / TILE * blocks, [&](long item) {
+            long first = item % blocks * BLOCK_ROWS;
+            use(item / blocks * TILE, first, first + BLOCK_ROWS < rows_ ? first + BLOCK_ROWS : rows_);
+        });
+    }
+
+    uint16_t* scratch(int which, const Linear& w) {
+        static thread_local std::vector<uint16_t> wide[2];
+        if (w.kind != PLAIN) wide[which].resize(w.inputs * TILE);
+        return wide[which].data();
+    }
+
+    void narrow(const Linear& w, const uint16_t* x, uint16_t* out) {
+        product(w, w.outputs, x, [&](long first, long rows, long channel, long channels,
+                                     const float* sums) {
+            for (long r = 0; r < rows; r++)
+                for (long c = 0; c < channels; c += 16)
+                    store_bf16(out + (first + r) * w.outputs + channel + c,
+                               _mm512_load_ps(sums + r * TILE + c));
+        });
+        crew_.wait();
+    }
+
+    void add(const Linear& w, const uint16_t* x) {
+        product(w, w.outputs, x, [&](long first, long rows, long channel, long channels,
+                                     const float* sums) {
+            for (long r = 0; r < rows; r++)
+                for (long c = 0; c < channels; c += 16) {
+                    float* to = residual_ + (first + r) * d_.hidden + channel + c;
+                    _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to),
+                                                       _mm512_load_ps(sums + r * TILE + c)));
+                }
+        });
+        crew_.wait();
+    }
+
+    void layer(const Layer& layer, long index) {
+        narrow(layer.qkv, norm(layer.input_norm, layer.qkv), s_.qkv);
+        LayerCache cache{d_.cache + index * 2 * d_.kv_heads * d_.block_size * d_.dim,
+                         d_.num_layers * 2 * d_.kv_heads * d_.block_size * d_.dim, d_.kv_heads,
+                         d_.block_size, d_.dim};
+        turn(layer, cache);
+        attention(layer, cache);
+        if (index == d_.num_layers - 1 && s_.num_logits < rows_) keep_logits_rows();
+        add(layer.o, attended_);
+        gate_up(layer.gate_up, norm(layer.mlp_norm, layer.gate_up));
+        add(layer.down, s_.activated);
+    }
+
+    // Rotates queries and keys and writes the rows' keys and values.
+    void turn(const Layer& layer, const LayerCache& cache) {
+        const uint16_t *cos = s_.cos[layer.rope], *sin = s_.sin[layer.rope];
+        share(rows_ * (d_.heads + d_.kv_heads), [&](long item) {
+            long r = item / (d_.heads + d_.kv_heads), head = item % (d_.heads + d_.kv_heads);
+            uint16_t* at = s_.qkv + r * width_ + head * d_.dim;
+            bool is_key = head >= d_.heads;
+            turn_head(at, is_key ? layer.k_norm : layer.q_norm, cos + r * d_.rotary_dim,
+                      sin + r * d_.rotary_dim, d_);
+            if (!is_key) return;
+            long kv_head = head - d_.heads, position = s_.positions[r];
+            int64_t block = table(s_.sequences[r])[position / d_.block_size];
+            long slot = position % d_.block_size * d_.dim, bytes = d_.dim * sizeof(uint16_t);
+            memcpy(cache.keys(block, kv_head) + slot, at, bytes);
+            memcpy(cache.values(block, kv_head) + slot, at + d_.kv_heads * d_.dim, bytes);
+        });
+        crew_.wait();
+    }
+
+    const int64_t* table(long sequence) const { return s_.tables + sequence * s_.table_stride; }
+
+    void attention(const Layer& layer, const LayerCache& cache) {
+        std::vector<ChunkWork> chunks;
+        uint16_t* packed = packed_;
+        for (long i = 0; i < s_.num_chunks; i++) {
+            const PromptChunk& c = s_.chunks[i];
+            Queries queries{s_.qkv + c.row * width_, width_, attended_ + c.row * d_.heads * d_.dim,
+                            d_.heads * d_.dim, c.tokens, c.prefix, d_.heads, layer.window,
+                            d_.scale};
+            chunks.emplace_back(cache, table(c.sequence), queries, packed);
+            packed += ChunkWork::packed_size(cache, 0, c.prefix + c.tokens);
+            share(chunks[i].num_packs(), [&](long item) { chunks[i].pack(item); });
+        }
+        if (s_.num_chunks) crew_.wait();
+        // A thread takes whole sequences where it can: heads of a block share its pages.
+        share(s_.num_singles * d_.kv_heads, [&](long item) {
+            attend_single(layer, cache, s_.singles[item / d_.kv_heads], item % d_.kv_heads);
+        });
+        long pieces = 0;
+        for (ChunkWork& chunk : chunks) pieces += chunk.num_pieces();
+        take(pieces, [&](long item) {
+            for (ChunkWork& chunk : chunks) {
+                if (item < chunk.num_pieces()) return chunk.attend(item);
+                item -= chunk.num_pieces();
+            }
+        });
+        crew_.wait();
+    }
+
+    void attend_single(const Layer& layer, const LayerCache& cache, long r, long head) {
+        long group = d_.heads / d_.kv_heads, len = s_.positions[r] + 1;
+        long first = layer.window && len > layer.window ? len - layer.window : 0;
+        attend_head(s_.qkv + r * width_ + head * group * d_.dim, group, cache, head,
+                    table(s_.sequences[r]), first, len, d_.scale,
+                    attended_ + (r * d_.heads + head * group) * d_.dim);
+    }
+
+    // All keys and values are written: from here on only the rows matter that end in logits.
+    void keep_logits_rows() {
+        long size = d_.heads * d_.dim;
+        share(s_.num_logits, [&](long i) {
+            long r = s_.logits_rows[i];
+            memcpy(s_.last_residual + i * d_.hidden, residual_ + r * d_.hidden,
+                   d_.hidden * sizeof(float));
+            memcpy(s_.qkv + i * size, attended_ + r * size, size * sizeof(uint16_t));
+        });
+        crew_.wait();
+        rows_ = s_.num_logits;
+        residual_ = s_.last_residual;
+        attended_ = s_.qkv;
+        are_logits_rows_ = true;
+    }
+
+    void gate_up(const Linear& w, const uint16_t* x) {
+        if (are_few(w, rows_)) {
+            alignas(64) float up[MAX_ROWS * TILE];
+            each_product(w, d_.intermediate, x, rows_, thread_, crew_.threads,
+                         [&](long channel, long channels, const float* gate) {
+                             long other = d_.intermediate + channel;
+                             if (channels == TILE)
+                                 pdserve::product<4>(w, other, x, rows_, up);
+                             else
+                                 pdserve::product<2>(w, other, x, rows_, up);
+                             activate(0, rows_, channel, channels, gate, up);
+                         });
+        } else {
+            alignas(64) float gate[GROUP_ROWS * TILE], up[GROUP_ROWS * TILE];
+            each_block(d_.intermediate, [&](long channel, long first, long last) {
+                long other = d_.intermediate + channel;
+                const uint16_t* gate_tile = plain_tile(w, channel, scratch(0, w));
+                const uint16_t* up_tile = plain_tile(w, other, scratch(1, w));
+                for (long r = first; r < last; r += GROUP_ROWS) {
+                    long rows = last - r < GROUP_ROWS ? last - r : GROUP_ROWS;
+                    group_product(w, channel, gate_tile, x + r * w.inputs, rows, gate);
+                    group_product(w, other, up_tile, x + r * w.inputs, rows, up);
+                    activate(r, rows, channel, TILE, gate, up);
+                }
+            });
+        }
+        crew_.wait();
+    }
+
+    void activate(long first, long rows, long channel, long channels, const float* gate,
+                  const float* up) {
+        for (long r = 0; r < rows; r++)
+            for (long c = 0; c < channels; c += 16) {
+                __m512 silu = silu_ps(_mm512_load_ps(gate + r * TILE + c));
+                store_bf16(s_.activated + (first + r) * d_.intermediate + channel + c,
+                           _mm512_mul_ps(silu, _mm512_load_ps(up + r * TILE + c)));
+            }
+    }
+
+    void logits() {
+        if (!are_logits_rows_) keep_logits_rows();
+        product(d_.head, d_.head.outputs, norm(d_.norm, d_.head),
+                [&](long first, long rows, long channel, long channels, const float* sums) {
+                    for (long r = 0; r < rows; r++)
+                        for (long c = 0; c < channels; c += 16)
+                            _mm512_storeu_ps(
+                                s_.logits + (first + r) * d_.head.outputs + channel + c,
+                                _mm512_load_ps(sums + r * TILE + c));
+                });
+    }
+
+    const Decoder& d_;
+    const Step& s_;
+    int thread_;
+    Crew& crew_;
+    uint16_t* packed_;  // room for the chunks' keys and values of one layer
+    long rows_;
+    float* residual_;
+    uint16_t* attended_;
+    long width_;
+    bool are_logits_rows_ = false;
+};
+
+// Of all chunks in a layer without a window.
+uint16_t* room_for_packed(const Decoder& d, const Step& s) {
+    static thread_local std::vector<uint16_t> packed;
+    LayerCache cache{d.cache, 0, d.kv_heads, d.block_size, d.dim};
+    long size = 0;
+    for (long i = 0; i < s.num_chunks; i++)
+        size += ChunkWork::packed_size(cache, 0, s.chunks[i].prefix + s.chunks[i].tokens);
+    packed.resize(size);
+    return packed.data();
+}
+
+}  // namespace
+
+extern "C" {
+
+// From now on the calling thread and its team each have a core of their own.
+void pdserve_pin(const int* cpus, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        cpu_set_t own;
+        CPU_ZERO(&own);
+        CPU_SET(cpus[omp_get_thread_num()], &own);
+        sched_setaffinity(0, sizeof own, &own);  // if it fails, they stay where they are
+    }
+}
+
+void pdserve_layers(const Decoder* decoder, const Step* step, int threads) {
+    Crew crew;
+    uint16_t* packed = room_for_packed(*decoder, *step);
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp single
+        crew.threads = omp_get_num_threads();  // may be fewer than asked for
+        Walk(*decoder, *step, omp_get_thread_num(), crew, packed).run();
+    }
+}
+
+}  // extern "C"
