@@ -23,6 +23,8 @@ os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(7 * 24 * 3600))
 # Ray asks to choose what a worker without a GPU sees of the host's GPUs: none, as it always was.
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+# By itself it runs workers at nice 15: whatever else wakes up on the host would come first.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 import ray  # noqa: E402
 

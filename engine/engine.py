@@ -17,6 +17,7 @@ from engine.draft import DraftProposer
 from engine.grammar import Matcher
 from engine.logprobs import logprobs_of
 from engine.meter import StepMeter
+from engine.model import host_memory
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence, SequenceState, check_request, check_token_ids
@@ -65,7 +66,7 @@ class Engine:
         dummy block is `num_kv_blocks`."""
         block_shape = model.kv_block_shape(config.block_size)
         num_bound = num_kv_blocks + (graphs is not None)
-        cache = torch.zeros((num_bound, *block_shape), dtype=model.kv_dtype, device=device)
+        cache = host_memory.zeros((num_bound, *block_shape), model.kv_dtype, device)
         model.bind(cache)
         self.kv_cache = cache[:num_kv_blocks]  # nobody else hears of the dummy block
         self._graphs = graphs

@@ -17,6 +17,7 @@ from engine.attention.base import StepBatch
 from engine.cuda_graphs import BYTES_PER_SIZE, DecodeGraphs, graph_sizes
 from engine.draft import require_same_vocabulary
 from engine.engine import Engine
+from engine.model import host_memory
 from engine.model.decoder import Decoder
 from engine.model.load import load_model
 from engine.parallel import RankGroup, TensorParallel
@@ -26,6 +27,7 @@ from worker import memory_budget
 logger = logging.getLogger(__name__)
 
 _LONGEST_USEFUL = 1 << 20
+_LEAST_IN_HUGE_PAGES = 64 << 20
 _FEWEST_TOKENS = 256  # a KV cache for less is an error, unless the model's context is shorter
 # What sampling keeps for each row beside the logits: weights, a sort with its indices, sums.
 _SAMPLER_COPIES = 8
@@ -43,8 +45,10 @@ def build_engine(
     device = choose_device(config)
     if config.memory_budget is not None and device == "cpu" and ranks is None:
         memory_budget.require_room_for_weights(files, settings.config.dtype, config)
+    before = memory_budget.resident_bytes()
     model = _load(files, settings, device, progress, ranks)
     draft = load_draft(settings, files, model, device, progress)
+    _move_into_huge_pages(before, device)
     # A prefill worker never decodes, and ranks would have to replay together.
     wants_graphs = (
         device == "cuda"
@@ -77,12 +81,20 @@ def build_follower(
     """Another rank's part of the model, and its part of as many KV blocks, bound to it."""
     config = settings.engine
     device = choose_device(config)
+    before = memory_budget.resident_bytes()
     model = _load(files, settings, device, progress, ranks)
+    _move_into_huge_pages(before, device)
     num_blocks = _num_blocks(model, None, settings, False, progress, ranks)
     shape = (num_blocks, *model.kv_block_shape(config.block_size))
-    kv_cache = torch.zeros(shape, dtype=model.kv_dtype, device=device)
+    kv_cache = host_memory.zeros(shape, model.kv_dtype, device)
     model.bind(kv_cache)
     return model, kv_cache
+
+
+def _move_into_huge_pages(bytes_before: int, device: str) -> None:
+    """What a load has left behind, unless it is so little that no step would notice."""
+    if device == "cpu" and memory_budget.resident_bytes() - bytes_before > _LEAST_IN_HUGE_PAGES:
+        host_memory.collapse_into_huge_pages()
 
 
 def _load(

@@ -28,6 +28,7 @@ from core.errors import (
 from core.model_files import ModelFiles, resolve_model
 from core.types import GenerationRequest, KVBlockCounts, Role, WorkerState
 from core.worker_settings import WorkerSettings
+from engine import native
 from engine.engine import Engine
 from engine.grammar import GrammarCompiler, Matcher
 from engine.loop import EngineLoop
@@ -110,6 +111,7 @@ class WorkerRuntime:
         pool.on_change = self.kv_events.note
         self.engine_loop = EngineLoop(self.engine, self._on_outputs, self._on_crash)
         self.engine_loop.start()
+        await self.run_on_engine(lambda _: native.pin_threads())
         await self._take_snapshot()
         self.in_background(self._keep_snapshot())
         if settings.role is not Role.COLOCATED:
