@@ -97,6 +97,9 @@ bench-gpu: $(VENV)/.installed ## Measure steps on a GPU against its own limits; 
 bench-handover: $(VENV)/.installed ## Measure what a hand-over adds to a request
 	$(BIN)/python benchmarks/hand_over.py $(ARGS)
 
+bench-interference: $(VENV)/.installed ## Measure what long prompts do to streams, split and colocated
+	$(BIN)/python benchmarks/interference.py $(ARGS)
+
 bench-kv: $(VENV)/.installed ## Measure the bandwidth of the KV transports
 	$(BIN)/python benchmarks/kv_bandwidth.py $(ARGS)
 
