@@ -325,7 +325,7 @@ void each_product(const Linear& w, long span, const uint16_t* x, long rows, int 
 // ------------------------------------------------------------ many rows
 
 constexpr long BLOCK_ROWS = 128;  // that one thread takes at a time
-constexpr long FEW_QUANTISED = 16;  // rows from which on a quantised tile is widened once for all
+constexpr long FEW_INT8 = 8, FEW_INT4 = 16;  // with more rows a tile is widened once for all
 
 template <class Weights>
 void widen_tile(Weights weights, uint16_t* tile, long inputs) {

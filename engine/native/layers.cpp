@@ -177,7 +177,7 @@ class Walk {
     }
 
     static bool are_few(const Linear& w, long rows) {
-        return rows <= (w.kind == PLAIN ? MAX_ROWS : FEW_QUANTISED);
+        return rows <= (w.kind == PLAIN ? MAX_ROWS : w.kind == INT8 ? FEW_INT8 : FEW_INT4);
     }
 
     // Few rows each thread norms for itself: less than waiting for another.
