@@ -112,7 +112,7 @@ bench-planner: $(VENV)/.installed ## Hold pdserve plan against published results
 	$(BIN)/python -m planner.published $(DATA)
 
 clean: ## Remove .venv and what tools have cached
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-guidellm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------- environments
