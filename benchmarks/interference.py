@@ -1,9 +1,9 @@
 """What long prompts do to streams that are being written, on each of some deployments in turn.
 
-    python benchmarks/interference.py [CONFIG ...] [--rounds 3] [--every 2] [--prompt 1024] [--json]
+    python benchmarks/interference.py [CONFIG ...] [--rounds 3] [--every 3] [--prompt 1024] [--json]
 
 Four clients stream (64 tokens in, 256 out) in a closed loop; all the while a prompt of 1024 tokens
-arrives every two seconds and wants one token. The streams' numbers are of the gaps between their
+arrives every three seconds and wants one token. The streams' numbers are of the gaps between their
 tokens; the prompts' is the time to their token. Each deployment is started fresh and warmed by one
 stream and one prompt.
 """
@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("configs", nargs="*", default=[str(ROOT / name) for name in DEFAULT])
     parser.add_argument("--rounds", type=int, default=3, help="answers of each streaming client")
-    parser.add_argument("--every", type=float, default=2.0, help="seconds between long prompts")
+    parser.add_argument("--every", type=float, default=3.0, help="seconds between long prompts")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a long prompt")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from fake_llm import FakeLlm, serving, steady
 
 from support.byte_tokenizer import byte_tokenizer
+from support.live import PDSERVE
 
 ROOT = Path(__file__).parents[2]
 GUIDELLM = os.environ.get("GUIDELLM") or shutil.which("guidellm")
@@ -63,8 +63,8 @@ def _start_guidellm(url: str, folder: Path, num_requests: int) -> subprocess.Pop
 def _bench(url: str, folder: Path, num_requests: int) -> dict[str, Any]:
     done = subprocess.run(
         [
-            sys.executable, "-m", "cli.main", "bench", "--url", url, "--num-requests",
-            str(num_requests), "--concurrency", str(_STREAMS), "--input-len", str(_NUM_INPUT),
+            PDSERVE, "bench", "--url", url, "--num-requests", str(num_requests),
+            "--concurrency", str(_STREAMS), "--input-len", str(_NUM_INPUT),
             "--output-len", str(_NUM_OUTPUT), "--json", str(folder / "ours.json"),
         ],
         cwd=ROOT, capture_output=True, text=True, timeout=180,
