@@ -79,7 +79,7 @@ proto: $(VENV)/.installed-dev ## Make the gRPC stubs in rpc/ from proto/ again
 models-check: $(VENV)/.installed-dev ## Print every model family's errors against transformers (ARGS=families)
 	PYTHONPATH=.:tests $(BIN)/python -m support.models_check $(ARGS)
 
-bench-compare: $(VENV)/.installed ## Is P/D worth it here? One load, colocated and disaggregated
+bench-compare: $(VENV)/.installed ## Is P/D worth it here? One load: colocated, disaggregated, conditional
 	$(BIN)/pdserve compare $(CONFIG) $(ARGS)
 
 bench-engine: $(VENV)/.installed ## Measure an engine step: decode by batch size, a long prefill

@@ -9,31 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.bench_options import (
-    Burstiness,
-    Concurrency,
-    Endpoint,
-    Extra,
-    InputLen,
-    JsonFile,
-    LengthScale,
+    AskOptions,
     LoadOptions,
-    MaxRequests,
-    NumPrefixes,
-    NumRequests,
-    OutputLen,
-    Plots,
-    PrefixLen,
-    Rate,
-    Seed,
-    SloTpot,
-    SloTtft,
-    Timeout,
-    Trace,
-    TraceScale,
+    ResultFiles,
     Warmup,
-    parse_endpoint,
-    parse_extra,
     run_async,
+    spread,
 )
 from cli.terminal import clear_errors
 from core.errors import ConfigError
@@ -46,7 +27,11 @@ if TYPE_CHECKING:
     from loadgen.workload import Arrivals
 
 
+@spread
 def bench(
+    load: LoadOptions,
+    ask: AskOptions,
+    results: ResultFiles,
     url: Annotated[
         str | None,
         typer.Option(help="The server. Default: the pdserve that runs here."),
@@ -54,32 +39,13 @@ def bench(
     model: Annotated[
         str | None, typer.Option(help="Default: the first that the server names.")
     ] = None,
-    num_requests: NumRequests = 100,
-    concurrency: Concurrency = None,
-    rate: Rate = None,
-    burstiness: Burstiness = 1.0,
-    input_len: InputLen = "256",
-    output_len: OutputLen = "64",
-    prefix_len: PrefixLen = 0,
-    num_prefixes: NumPrefixes = 1,
-    trace: Trace = None,
-    trace_scale: TraceScale = 1.0,
-    length_scale: LengthScale = 1.0,
-    max_requests: MaxRequests = None,
-    seed: Seed = 0,
-    slo_ttft: SloTtft = None,
-    slo_tpot: SloTpot = None,
-    json_file: JsonFile = None,
     csv_file: Annotated[
         Path | None,
         typer.Option("--csv", help="Write one line for each request.", rich_help_panel="Results"),
     ] = None,
-    plots: Plots = None,
-    endpoint: Endpoint = "completions",
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")
     ] = None,
-    extra: Extra = None,
     prompts: Annotated[
         str,
         typer.Option(
@@ -106,7 +72,6 @@ def bench(
         ),  # fmt: skip
     ] = None,
     warmup: Warmup = 1,
-    timeout: Timeout = 600.0,
 ) -> None:
     """Measure a server under load: TTFT, TPOT, ITL, throughput, goodput.
 
@@ -115,18 +80,14 @@ def bench(
         from cli.client import find_url
         from loadgen.benchmark import Service
 
-        options = LoadOptions(
-            num_requests, concurrency, rate, burstiness, input_len, output_len, prefix_len,
-            num_prefixes, trace, trace_scale, length_scale, max_requests, seed, slo_ttft, slo_tpot,
-        )  # fmt: skip
         if prompts not in ("auto", "ids", "words"):
             raise ConfigError(f"--prompts {prompts}: expected auto, ids or words")
         service = Service(
-            find_url(url), model, parse_endpoint(endpoint), api_key, parse_extra(extra), timeout,
-            prompts, vocab_size, ignore_eos,  # type: ignore[arg-type]
+            find_url(url), model, ask.checked_endpoint(), api_key, ask.extra_fields(),
+            ask.timeout, prompts, vocab_size, ignore_eos,  # type: ignore[arg-type]
         )  # fmt: skip
-        outputs = Outputs(json_file, csv_file, plots)
-        raise typer.Exit(run_bench(service, options, warmup, outputs))
+        outputs = Outputs(results.json_file, csv_file, results.plots)
+        raise typer.Exit(run_bench(service, load, warmup, outputs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,15 @@
 """The options that `pdserve bench` and `pdserve compare` share, and what becomes of them."""
 
 import asyncio
+import inspect
 import json
 import math
 import sys
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -116,25 +118,25 @@ Timeout = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """As the user gave them."""
+    """What is sent and when, as the user gave it."""
 
-    num_requests: int
-    concurrency: str | None
-    rate: str | None
-    burstiness: float
-    input_len: str
-    output_len: str
-    prefix_len: int
-    num_prefixes: int
-    trace: Path | None
-    trace_scale: float
-    length_scale: float
-    max_requests: int | None
-    seed: int
-    slo_ttft: float | None
-    slo_tpot: float | None
+    num_requests: NumRequests = 100
+    concurrency: Concurrency = None
+    rate: Rate = None
+    burstiness: Burstiness = 1.0
+    input_len: InputLen = "256"
+    output_len: OutputLen = "64"
+    prefix_len: PrefixLen = 0
+    num_prefixes: NumPrefixes = 1
+    trace: Trace = None
+    trace_scale: TraceScale = 1.0
+    length_scale: LengthScale = 1.0
+    max_requests: MaxRequests = None
+    seed: Seed = 0
+    slo_ttft: SloTtft = None
+    slo_tpot: SloTpot = None
 
     def workload(self) -> "Workload":
         """Raises ConfigError that names the option or the trace's line."""
@@ -185,20 +187,68 @@ class LoadOptions:
         return Slo(self.slo_ttft, self.slo_tpot)
 
 
-def parse_endpoint(text: str) -> str:
-    if text not in ("completions", "chat"):
-        raise ConfigError(f"--endpoint {text}: expected completions or chat")
-    return text
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskOptions:
+    """How each request asks."""
+
+    endpoint: Endpoint = "completions"
+    extra: Extra = None
+    timeout: Timeout = 600.0
+
+    def checked_endpoint(self) -> str:
+        if self.endpoint not in ("completions", "chat"):
+            raise ConfigError(f"--endpoint {self.endpoint}: expected completions or chat")
+        return self.endpoint
+
+    def extra_fields(self) -> dict[str, Any]:
+        try:
+            extra = json.loads(self.extra) if self.extra is not None else {}
+        except ValueError as error:
+            raise ConfigError(f"--extra: not JSON: {error}") from error
+        if not isinstance(extra, dict):
+            raise ConfigError("--extra: expected an object, for example '{\"top_k\": 1}'")
+        return extra
 
 
-def parse_extra(text: str | None) -> dict[str, Any]:
-    try:
-        extra = json.loads(text) if text is not None else {}
-    except ValueError as error:
-        raise ConfigError(f"--extra: not JSON: {error}") from error
-    if not isinstance(extra, dict):
-        raise ConfigError("--extra: expected an object, for example '{\"top_k\": 1}'")
-    return extra
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultFiles:
+    """Where results go; None: nowhere."""
+
+    json_file: JsonFile = None
+    plots: Plots = None
+
+
+def spread(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose parameters of dataclass type become their fields, each an option of its
+    own: several commands share options by naming the dataclass."""
+    signature = inspect.signature(command, eval_str=True)
+    groups = {
+        n: p.annotation for n, p in signature.parameters.items() if is_dataclass(p.annotation)
+    }
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        if name not in groups:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        hints = get_type_hints(groups[name], include_extras=True)
+        parameters += [
+            inspect.Parameter(
+                f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name]
+            )
+            for f in fields(groups[name])
+        ]
+
+    @wraps(command)
+    def spread_out(**values: Any) -> None:
+        made = {
+            name: group(**{f.name: values.pop(f.name) for f in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**values, **made)
+
+    spread_out.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    spread_out.__annotations__ = {p.name: p.annotation for p in parameters}
+    return spread_out
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:

@@ -1,9 +1,10 @@
 """`pdserve compare`: is it worth it to serve prefill and decode apart, for this load, here?
 
-The same load on the same resources, once with one pool for both phases and once with two pools.
-The repetitions alternate, so that a machine that gets slower meanwhile does so for both; every
-one starts a fresh deployment, so that no cache is warm. Each repetition has prompts of its own,
-the same for both sides.
+The same load on the same resources: with one pool for both phases, with two pools, and with two
+pools whose decode workers prefill short prompts themselves (conditional). The repetitions take
+turns, so that a machine that gets slower meanwhile does so for all; every one starts a fresh
+deployment, so that no cache is warm. Each repetition has prompts of its own, the same for all
+sides.
 """
 
 import json
@@ -18,31 +19,12 @@ import typer
 
 from cli.bench import LoadProgress, options_as_json, print_tables, print_warnings, say_plots
 from cli.bench_options import (
-    Burstiness,
-    Concurrency,
-    Endpoint,
-    Extra,
-    InputLen,
-    JsonFile,
-    LengthScale,
+    AskOptions,
     LoadOptions,
-    MaxRequests,
-    NumPrefixes,
-    NumRequests,
-    OutputLen,
-    Plots,
-    PrefixLen,
-    Rate,
-    Seed,
-    SloTpot,
-    SloTtft,
-    Timeout,
-    Trace,
-    TraceScale,
+    ResultFiles,
     Warmup,
-    parse_endpoint,
-    parse_extra,
     run_async,
+    spread,
 )
 from cli.terminal import Reporter, clear_errors
 from core.errors import ConfigError, UnavailableError
@@ -54,74 +36,63 @@ if TYPE_CHECKING:
     from loadgen.summary import Slo
     from loadgen.workload import Arrivals
 
-BASE, CANDIDATE = "colocated", "disaggregated"
+BASE, CANDIDATE, CONDITIONAL = "colocated", "disaggregated", "conditional"
+CONDITIONAL_TOKENS = 256
 _STATUS_DELAY_S = 1.5  # workers report their counters at least every second
 _Overrides = list[str] | None
 
 
+@spread
 def compare(
     config: Annotated[Path, typer.Argument(help="The YAML file of the deployment.")],
+    load: LoadOptions,
+    ask: AskOptions,
+    results: ResultFiles,
     overrides: Annotated[
         _Overrides,
-        typer.Option("--set", metavar="KEY=VALUE", help="Set a key for both sides. Repeatable."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Set a key for all sides. Repeatable."),
     ] = None,
     set_colocated: Annotated[
         _Overrides, typer.Option(metavar="KEY=VALUE", help="Set a key for that side alone.")
     ] = None,
     set_disaggregated: Annotated[
-        _Overrides, typer.Option(metavar="KEY=VALUE", help="Set a key for that side alone.")
+        _Overrides, typer.Option(metavar="KEY=VALUE", help="Of both sides with two pools.")
     ] = None,
     colocated_replicas: Annotated[
         int | None,
         typer.Option(min=1, help="Default: as many workers as prefill and decode have together."),
     ] = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="Of each side, alternating.")] = 3,
-    num_requests: NumRequests = 100,
-    concurrency: Concurrency = None,
-    rate: Rate = None,
-    burstiness: Burstiness = 1.0,
-    input_len: InputLen = "256",
-    output_len: OutputLen = "64",
-    prefix_len: PrefixLen = 0,
-    num_prefixes: NumPrefixes = 1,
-    trace: Trace = None,
-    trace_scale: TraceScale = 1.0,
-    length_scale: LengthScale = 1.0,
-    max_requests: MaxRequests = None,
-    seed: Seed = 0,
-    slo_ttft: SloTtft = None,
-    slo_tpot: SloTpot = None,
-    json_file: JsonFile = None,
+    conditional: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="TOKENS",
+            help="router.max_local_prefill_tokens of the third side; 0: no third side. "
+            f"Default: the file's, or {CONDITIONAL_TOKENS}.",
+        ),  # fmt: skip
+    ] = None,
+    repetitions: Annotated[int, typer.Option(min=1, help="Of each side, by turns.")] = 3,
     markdown_file: Annotated[
         Path | None,
         typer.Option("--markdown", help="Write the report.", rich_help_panel="Results"),
     ] = None,
-    plots: Plots = None,
-    endpoint: Endpoint = "completions",
-    extra: Extra = None,
     warmup: Warmup = 4,
-    timeout: Timeout = 600.0,
 ) -> None:
-    """Is P/D worth it here? The same load, colocated and disaggregated, and a verdict."""
+    """Is P/D worth it here? The same load colocated, disaggregated and conditional; a verdict."""
     with clear_errors():
-        options = LoadOptions(
-            num_requests, concurrency, rate, burstiness, input_len, output_len, prefix_len,
-            num_prefixes, trace, trace_scale, length_scale, max_requests, seed, slo_ttft, slo_tpot,
-        )  # fmt: skip
-        loads = options.loads()
+        loads = load.loads()
         if len(loads) != 1:
             raise ConfigError("--rate and --concurrency: one value; a comparison is of one load")
         sides = make_sides(
             config, overrides or (), set_colocated or (), set_disaggregated or (),
-            colocated_replicas,
+            colocated_replicas, conditional,
         )  # fmt: skip
         job = Job(
-            config, sides, options.workload(), loads[0], options.slo(), parse_endpoint(endpoint),
-            parse_extra(extra), timeout, warmup,
+            config, sides, load.workload(), loads[0], load.slo(), ask.checked_endpoint(),
+            ask.extra_fields(), ask.timeout, warmup,
         )  # fmt: skip
         was_stopped = run_repetitions(job, repetitions)
-        outputs = ReportFiles(json_file, markdown_file, plots)
-        finish(job, options, outputs)
+        finish(job, load, results, markdown_file)
         if was_stopped:
             raise typer.Exit(130)
 
@@ -144,7 +115,7 @@ class Side:
 @dataclass(frozen=True, slots=True)
 class Job:
     config_path: Path
-    sides: tuple[Side, Side]  # BASE, CANDIDATE
+    sides: tuple[Side, ...]  # BASE first
     workload: "Workload"
     arrivals: "Arrivals"
     slo: "Slo"
@@ -154,21 +125,15 @@ class Job:
     warmup: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReportFiles:
-    json_file: Path | None = None
-    markdown_file: Path | None = None
-    plots: Path | None = None
-
-
 def make_sides(
     path: Path,
     overrides: Sequence[str],
     for_colocated: Sequence[str],
     for_disaggregated: Sequence[str],
     colocated_replicas: int | None,
-) -> tuple[Side, Side]:
-    """Both deployments out of one file. A file that says nothing of pools.colocated gets as many
+    conditional: int | None,
+) -> tuple[Side, ...]:
+    """All deployments out of one file. A file that says nothing of pools.colocated gets as many
     workers there as prefill and decode have together, each with the resources, the ranks and the
     engine of a decode worker; where prefill workers have another number of ranks, as many as make
     the ranks of both. Raises ConfigError."""
@@ -190,10 +155,17 @@ def make_sides(
     if colocated_replicas is not None:
         base.append(f"pools.colocated.replicas={colocated_replicas}")
     base += for_colocated
-    candidate = [*overrides, "mode=disaggregated", *for_disaggregated]
-    return (
-        Side(BASE, tuple(base), resources_of(load_config(path, base))),
-        Side(CANDIDATE, tuple(candidate), resources_of(load_config(path, candidate))),
+    if conditional is None:
+        conditional = config.router.max_local_prefill_tokens or CONDITIONAL_TOKENS
+    made = {BASE: base}
+    for name, num_tokens in ((CANDIDATE, 0), (CONDITIONAL, conditional)):
+        local = f"router.max_local_prefill_tokens={num_tokens}"
+        made[name] = [*overrides, "mode=disaggregated", local, *for_disaggregated]
+    if not conditional:
+        del made[CONDITIONAL]
+    return tuple(
+        Side(name, tuple(settings), resources_of(load_config(path, settings)))
+        for name, settings in made.items()
     )
 
 
@@ -217,7 +189,7 @@ def resources_of(config: "Config") -> str:
 
 
 def run_repetitions(job: Job, repetitions: int) -> bool:
-    """Measures both sides by turns; the order changes each time. Returns whether Ctrl-C ended it
+    """Measures the sides by turns; the order changes each time. Returns whether Ctrl-C ended it
     early; a repetition that it cut short is thrown away."""
     try:
         for repetition in range(repetitions):
@@ -280,42 +252,30 @@ async def _measure(
     return run, before
 
 
-def finish(job: Job, options: LoadOptions, outputs: ReportFiles) -> None:
+def finish(job: Job, load: LoadOptions, results: ResultFiles, markdown_file: Path | None) -> None:
     """Prints and writes the report. Raises UnavailableError if there is nothing to report."""
-    from cli.compare_report import (
-        comparison_as_json,
-        headline,
-        reasons,
-        report_markdown,
-        verdict_table,
-    )
+    from cli.compare_report import Report
     from loadgen.report import write_json, write_text
-    from loadgen.verdict import decide
 
-    base, candidate = job.sides
-    if not base.runs or not candidate.runs:
-        raise UnavailableError("stopped before both sides were measured once")
-    verdict = decide(base.summaries, candidate.summaries)
-    table = verdict_table(verdict, base.name, candidate.name)
-    why = reasons(base.summaries, candidate.summaries, base.counters, candidate.counters)
+    if not all(side.runs for side in job.sides):
+        raise UnavailableError("stopped before all sides were measured once")
+    report = Report.of(job.sides)
     setting = [
         f"load: {job.arrivals}",
         *(f"{side.name}: {side.resources}; {len(side.runs)} repetitions" for side in job.sides),
     ]
     for line in setting:
         print(line)
-    print_tables([table])
-    for line in why:
+    print_tables([report.table])
+    for line in report.why:
         print(f"- {line}")
-    print(headline(verdict))
-    if outputs.json_file is not None:
-        write_json(outputs.json_file, {
-            "answer": verdict.answer.value,
-            "reason": verdict.reason,
-            "comparisons": [comparison_as_json(c) for c in verdict.comparisons],
-            "why": why,
+    for line in report.headlines:
+        print(line)
+    if results.json_file is not None:
+        write_json(results.json_file, {
             "load": str(job.arrivals),
-            "options": options_as_json(options),
+            "options": options_as_json(load),
+            **report.as_json(),
             "sides": [
                 {"name": side.name, "overrides": side.overrides, "resources": side.resources,
                  "repetitions": [
@@ -324,13 +284,14 @@ def finish(job: Job, options: LoadOptions, outputs: ReportFiles) -> None:
                 for side in job.sides
             ],
         })  # fmt: skip
-        print(f"wrote {outputs.json_file}")
+        print(f"wrote {results.json_file}")
     title = f"pdserve compare {job.config_path.name}"
-    if outputs.markdown_file is not None:
-        write_text(outputs.markdown_file, report_markdown(title, setting, verdict, table, why))
-        print(f"wrote {outputs.markdown_file}")
-    if outputs.plots is not None:
-        _write_plots(outputs.plots, title, [headline(verdict), *setting, *why], table, job)
+    if markdown_file is not None:
+        write_text(markdown_file, report.markdown(title, setting))
+        print(f"wrote {markdown_file}")
+    if results.plots is not None:
+        said = [*report.headlines, *setting, *report.why]
+        _write_plots(results.plots, title, said, report.table, job)
 
 
 def _write_plots(folder: Path, title: str, said: list[str], table: Any, job: Job) -> None:

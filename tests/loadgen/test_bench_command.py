@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import cli.compare
 from cli.bench import bench
-from cli.compare import BASE, CANDIDATE, compare, make_sides
+from cli.compare import BASE, CANDIDATE, CONDITIONAL, Side, compare, make_sides
 from cli.compare_report import difference, read_counters, reasons
 from core.errors import ConfigError
 from loadgen.chart import LabelledRun
@@ -155,24 +155,42 @@ def config_file(tmp_path):
 def test_both_sides_have_the_same_resources(config_file):
     from core.config import load_config
 
-    base, candidate = make_sides(config_file, (), (), ("dtype=float32",), None)
-    assert base.resources == candidate.resources == "3 workers, 3 GPU"
+    base, candidate, conditional = make_sides(config_file, (), (), ("dtype=float32",), None, None)
+    assert base.resources == candidate.resources == conditional.resources == "3 workers, 3 GPU"
     colocated = load_config(config_file, base.overrides)
     assert (colocated.mode, colocated.pools.colocated.replicas) == ("colocated", 3)
     assert colocated.engine_for("colocated").max_num_seqs == 7
     assert colocated.dtype == "auto"
-    assert load_config(config_file, candidate.overrides).dtype == "float32"
+    apart = [load_config(config_file, side.overrides) for side in (candidate, conditional)]
+    assert [config.dtype for config in apart] == ["float32"] * 2
+    assert [config.router.max_local_prefill_tokens for config in apart] == [0, 256]
+
+
+@pytest.mark.parametrize(("of_the_file", "asked", "used"), [(0, 100, 100), (64, None, 64)])
+def test_the_conditional_sides_limit_is_the_options_or_the_files(
+    tmp_path, of_the_file, asked, used
+):
+    from core.config import load_config
+
+    path = tmp_path / "x.yaml"
+    path.write_text(f"model: m\nrouter: {{max_local_prefill_tokens: {of_the_file}}}\n")
+    _, candidate, conditional = make_sides(path, (), (), (), None, asked)
+    limits = [
+        load_config(path, side.overrides).router.max_local_prefill_tokens
+        for side in (candidate, conditional)
+    ]
+    assert limits == [0, used]
 
 
 def test_the_files_own_colocated_pool_and_the_option_come_first(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("model: m\nmode: colocated\npools: {colocated: {replicas: 5}}\n")
-    base, candidate = make_sides(path, (), (), (), None)
+    base, candidate = make_sides(path, (), (), (), None, 0)
     assert base.resources == "5 workers, all cores"
     assert candidate.resources == "2 workers, all cores"
-    assert make_sides(path, (), (), (), 1)[0].resources == "1 worker, all cores"
+    assert make_sides(path, (), (), (), 1, None)[0].resources == "1 worker, all cores"
     with pytest.raises(ConfigError, match="pools.nothing"):
-        make_sides(path, ("pools.nothing=1",), (), (), None)
+        make_sides(path, ("pools.nothing=1",), (), (), None, None)
 
 
 def measured_run(label: str, gap_s: float) -> LabelledRun:
@@ -211,35 +229,62 @@ def scripted(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("apart", "answer"), [(0.01, "Yes"), (0.2, "No"), (0.05, "No clear difference")]
+    ("apart", "answer", "best"),
+    [
+        (0.01, "Yes", "disaggregated"),
+        (0.2, "No", "colocated"),
+        (0.05, "No clear difference", "not clear"),
+    ],
 )
-def test_compare_says_which_wins(scripted, config_file, tmp_path, apart, answer):
+def test_compare_says_which_wins(scripted, config_file, tmp_path, apart, answer, best):
     order = scripted({BASE: 0.05, CANDIDATE: apart})
-    result = pdserve("compare", config_file, "--json", tmp_path / "c.json",
+    result = pdserve("compare", config_file, "--conditional", 0, "--json", tmp_path / "c.json",
                      "--markdown", tmp_path / "c.md", "--plots", tmp_path / "p")  # fmt: skip
     assert result.exit_code == 0, result.output
     assert order == [BASE, CANDIDATE, CANDIDATE, BASE, BASE, CANDIDATE]
-    last = result.stdout.split("apart 0")[-1]
-    assert f"\n{answer}" in last or f"{answer}:" in last
+    assert result.stdout.split("Waiting")[-1].split("\n")[1].startswith(answer)
     data = json.loads((tmp_path / "c.json").read_text())
-    assert data["answer"] == {"Yes": "yes", "No": "no"}.get(answer, "no clear difference")
+    (verdict,) = data["verdicts"]
+    assert (verdict["candidate"], verdict["base"]) == (CANDIDATE, BASE)
+    assert verdict["answer"] == {"Yes": "yes", "No": "no"}.get(answer, "no clear difference")
     assert len(data["sides"][0]["repetitions"]) == 3
-    assert (tmp_path / "c.md").read_text().startswith("# pdserve compare x.yaml\n\n**" + answer)
+    written = (tmp_path / "c.md").read_text()
+    assert written.startswith("# pdserve compare x.yaml\n\n**" + answer)
+    (row,) = [line for line in written.splitlines() if line.startswith("| ITL p99")]
+    assert row.endswith(f"| {best} |")
     assert "<svg" in (tmp_path / "p" / "report.html").read_text()
 
 
+def test_three_sides_are_compared_each_with_each(scripted, config_file, tmp_path):
+    """Two that do not differ from each other share the win."""
+    order = scripted({BASE: 0.05, CANDIDATE: 0.0101, CONDITIONAL: 0.01})
+    result = pdserve("compare", config_file, "--json", tmp_path / "c.json",
+                     "--markdown", tmp_path / "c.md")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert order[:6] == [BASE, CANDIDATE, CONDITIONAL, CONDITIONAL, CANDIDATE, BASE]
+    verdicts = json.loads((tmp_path / "c.json").read_text())["verdicts"]
+    assert [(v["candidate"], v["base"], v["answer"]) for v in verdicts] == [
+        (CANDIDATE, BASE, "yes"),
+        (CONDITIONAL, BASE, "yes"),
+        (CONDITIONAL, CANDIDATE, "no clear difference"),
+    ]
+    rows = (tmp_path / "c.md").read_text().splitlines()
+    (row,) = [line for line in rows if line.startswith("| ITL p99")]
+    assert row.endswith("| disaggregated, conditional |") and "-80%" in row
+
+
 def test_ctrl_c_reports_the_complete_repetitions(scripted, config_file):
-    scripted({BASE: 0.05, CANDIDATE: 0.01}, fail_after=2)
+    scripted({BASE: 0.05, CANDIDATE: 0.01, CONDITIONAL: 0.01}, fail_after=3)
     result = pdserve("compare", config_file)
     assert result.exit_code == 130
     assert "No clear difference" in result.stdout  # one of each shows no noise
 
 
-def test_ctrl_c_before_both_were_measured_is_said(scripted, config_file):
-    scripted({BASE: 0.05, CANDIDATE: 0.01}, fail_after=1)
+def test_ctrl_c_before_all_were_measured_is_said(scripted, config_file):
+    scripted({BASE: 0.05, CANDIDATE: 0.01, CONDITIONAL: 0.01}, fail_after=2)
     result = pdserve("compare", config_file)
     assert result.exit_code == 1
-    assert "before both sides were measured" in result.stderr
+    assert "before all sides were measured" in result.stderr
 
 
 def test_a_comparison_is_of_one_load(config_file):
@@ -277,14 +322,17 @@ def test_counters_are_summed_over_workers_and_read_from_metrics():
 
 
 def test_reasons_name_the_numbers():
-    base, candidate = [measured_run("a", 0.4).summary], [measured_run("b", 0.05).summary]
     moved = {
         **COUNTERS, "kv_transfers": 4.0, "kv_transfer_seconds": 0.2,
         "kv_bytes_received_total": 8e6, "prefill_queued": 2.0, "prefill_queue_seconds": 0.1,
+        "decided_local": 1.0, "decided_disaggregated": 3.0,
     }  # fmt: skip
-    said = " ".join(reasons(base, candidate, [COUNTERS], [moved]))
+    base = Side("one", (), "", [measured_run("a", 0.4)], [COUNTERS])
+    candidate = Side("two", (), "", [measured_run("b", 0.05)], [moved])
+    said = " ".join(reasons([base, candidate]))
     assert "97% of the load's tokens; 25% of them repeat" in said
-    assert "25% of the prompt tokens colocated" in said
-    assert "2.0 MB and 50.0 ms of transfer a request, 0.04 GB/s" in said
-    assert "400 ms colocated, 50 ms apart" in said
-    assert "apart 50 ms for prefill" in said
+    assert "25% one, 25% two" in said
+    assert "2.0 MB and 50.0 ms of transfer a hand-over, 0.04 GB/s" in said
+    assert "400 ms one, 50 ms two" in said
+    assert "two 50 ms for prefill" in said
+    assert "on the decode worker, two: 25%" in said
