@@ -111,6 +111,12 @@ bench-planner: $(VENV)/.installed ## Hold pdserve plan against published results
 		"DATA=folder; docs/planning.md names the files" >&2; exit 1; }
 	$(BIN)/python -m planner.published $(DATA)
 
+bench-planner-live: $(VENV)/.installed ## Hold pdserve plan against a live deployment; minutes
+	$(BIN)/python -m benchmarks.planner_live $(ARGS)
+
+bench-planner-scale: $(VENV)/.installed ## Simulate a million requests on a thousand workers
+	$(BIN)/python -m benchmarks.planner_scale $(ARGS)
+
 clean: ## Remove .venv and what tools have cached
 	rm -rf $(VENV) $(VENV)-guidellm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

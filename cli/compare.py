@@ -72,6 +72,14 @@ def compare(
         ),  # fmt: skip
     ] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Of each side, by turns.")] = 3,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Count the repetitions in the --json file too, if it is there, and add to them.",
+            rich_help_panel="Results",
+        ),  # fmt: skip
+    ] = False,
     markdown_file: Annotated[
         Path | None,
         typer.Option("--markdown", help="Write the report.", rich_help_panel="Results"),
@@ -91,7 +99,8 @@ def compare(
             config, sides, load.workload(), loads[0], load.slo(), ask.checked_endpoint(),
             ask.extra_fields(), ask.timeout, warmup,
         )  # fmt: skip
-        was_stopped = run_repetitions(job, repetitions)
+        first = take_up(job, load, results.json_file) if resume else 0
+        was_stopped = run_repetitions(job, repetitions, first)
         finish(job, load, results, markdown_file)
         if was_stopped:
             raise typer.Exit(130)
@@ -188,14 +197,40 @@ def resources_of(config: "Config") -> str:
     return f"{workers} worker{'s' * (workers != 1)}, {', '.join(parts) or 'all cores'}"
 
 
-def run_repetitions(job: Job, repetitions: int) -> bool:
+def take_up(job: Job, load: LoadOptions, path: Path | None) -> int:
+    """Gives each side the repetitions that an earlier comparison wrote, without the single
+    requests; returns how many. Raises ConfigError if they were of something else."""
+    from loadgen.chart import LabelledRun
+
+    if path is None:
+        raise ConfigError("--resume: needs --json FILE, which it reads and writes")
+    if not path.exists():
+        return 0
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        sides = {side["name"]: side for side in content["sides"]}
+        is_same = content["options"] == options_as_json(load) and all(
+            list(side.overrides) == sides[side.name]["overrides"] for side in job.sides
+        )
+        if not is_same or len(sides) != len(job.sides):
+            raise ConfigError(f"--resume: {path} is of another load, or of other sides")
+        for side in job.sides:
+            for summary in sides[side.name]["repetitions"]:
+                side.counters.append(summary.pop("counters"))
+                side.runs.append(LabelledRun(side.name, [], summary))
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"--resume: {path} is not what compare writes: {error}") from error
+    return min(len(side.runs) for side in job.sides)
+
+
+def run_repetitions(job: Job, repetitions: int, first: int = 0) -> bool:
     """Measures the sides by turns; the order changes each time. Returns whether Ctrl-C ended it
     early; a repetition that it cut short is thrown away."""
     try:
-        for repetition in range(repetitions):
+        for repetition in range(first, first + repetitions):
             order = job.sides if repetition % 2 == 0 else job.sides[::-1]
             for side in order:
-                run, counters = run_once(job, side, repetition, repetitions)
+                run, counters = run_once(job, side, repetition, first + repetitions)
                 if run.summary["was_stopped"]:
                     return True
                 side.runs.append(run)
@@ -302,5 +337,5 @@ def _write_plots(folder: Path, title: str, said: list[str], table: Any, job: Job
         LabelledRun(side.name, [r for run in side.runs for r in run.records], {})
         for side in job.sides
     ]
-    charts = cdf_charts(merged) + time_charts([side.runs[0] for side in job.sides])
+    charts = cdf_charts(merged) + time_charts([side.runs[-1] for side in job.sides])
     say_plots(folder, write_plots(folder, title, said, [table], charts))

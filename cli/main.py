@@ -145,11 +145,18 @@ def plan(
     trace: Annotated[
         Path, typer.Option(help="Azure 2023 CSV, Mooncake JSONL, or a CSV of lengths; .gz too.")
     ],
-    hardware: Annotated[str, typer.Option(help="a100, h100 or h200.")],
-    model: Annotated[str, typer.Option(help="A model whose shape is known, like llama-3.1-8b.")],
+    hardware: Annotated[
+        str, typer.Option(help="a100, h100, h200, or a .json that `pdserve profile` wrote.")
+    ],
     slo_ttft: Annotated[float, typer.Option(min=0, help="Seconds to the first token.")],
     slo_tpot: Annotated[float, typer.Option(min=0, help="Seconds for each further token.")],
-    gpus: Annotated[int, typer.Option(min=1, help="The most that the plan may use.")],
+    gpus: Annotated[
+        int, typer.Option(min=1, help="The most that the plan may use; of a profile, workers.")
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(help="One whose shape is known, like llama-3.1-8b; a profile has its own."),
+    ] = None,
     attainment: Annotated[
         float, typer.Option(min=0, max=1, help="The share of requests that must meet both.")
     ] = 0.9,
@@ -165,9 +172,6 @@ def plan(
     ] = 1000,
     cost_per_gpu_hour: Annotated[
         float | None, typer.Option(min=0, help="Adds costs in this currency.")
-    ] = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="JSON of measured step times, instead of the known ones.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of arrivals and placement.")] = 0,
     exact: Annotated[
@@ -185,10 +189,25 @@ def plan(
             PlanOptions(
                 trace, hardware, model, Slo(slo_ttft, slo_tpot), gpus,
                 attainment=attainment, rate=rate, seconds=seconds, requests=requests,
-                cost_per_gpu_hour=cost_per_gpu_hour, profile=profile, seed=seed, exact=exact,
-                as_json=as_json, out=out,
+                cost_per_gpu_hour=cost_per_gpu_hour, seed=seed, exact=exact, as_json=as_json,
+                out=out,
             )
         )  # fmt: skip
+
+
+@app.command(epilog="Example: pdserve profile --out here.json")
+def profile(
+    out: Annotated[Path, typer.Option(help="A .json for `pdserve plan --hardware`.")],
+    url: Annotated[
+        str | None, typer.Option(help="The router. Default: the deployment that runs here.")
+    ] = None,
+) -> None:
+    """Measure a deployment of one prefill and one decode worker, for `plan` to simulate more."""
+    with clear_errors():
+        from cli.client import find_url
+        from cli.profile import run_profile
+
+        run_profile(find_url(url), out)
 
 
 @models_app.command("pull", epilog="Example: pdserve models pull smollm2-135m")

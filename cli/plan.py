@@ -21,8 +21,8 @@ class PlanOptions:
     """What was typed. `seconds` and `requests`: how much is simulated at each rate, at least."""
 
     trace: Path
-    hardware: str
-    model: str
+    hardware: str  # a name, or a file of `pdserve profile`
+    model: str | None
     slo: Slo
     gpus: int
     attainment: float = 0.9
@@ -30,7 +30,6 @@ class PlanOptions:
     seconds: float = 60.0
     requests: int = 1000
     cost_per_gpu_hour: float | None = None
-    profile: Path | None = None
     policy: str = "kv_aware"
     seed: int = 0
     exact: bool = False
@@ -53,9 +52,9 @@ def _run(options: PlanOptions, say: Callable[[str], None]) -> None:
     trace = load_trace(options.trace, options.rate, options.seed)
     if not trace.rate:
         raise ConfigError(f"{options.trace}: all requests arrive at once; give a --rate")
-    capability = build(options.hardware, options.model, options.gpus, options.profile)
+    capability = build(options.hardware, options.model, options.gpus)
     if not capability.degrees:
-        raise ConfigError(f"{options.model} does not fit on {options.gpus} x {options.hardware}")
+        raise ConfigError(f"{capability.model} does not fit on {options.gpus} x {options.hardware}")
     goal = Goal(options.slo, options.attainment, options.seconds, options.requests)
     searcher = Searcher(
         capability, trace, goal, Options(options.policy, options.exact, options.seed)
@@ -71,8 +70,8 @@ def _run(options: PlanOptions, say: Callable[[str], None]) -> None:
     report = as_dict(plan, at_rate, capability, goal, trace.rate, options.cost_per_gpu_hour)
     config = as_yaml(
         best.layout,
-        options.model,
-        f"pdserve plan: {best.layout} on {options.hardware}.\n"
+        capability,
+        f"pdserve plan: {best.layout} on {Path(options.hardware).name}.\n"
         f"Predicted goodput {best.goodput:.2f} requests/s ({best.per_gpu:.3f} for each GPU) at "
         f"TTFT {goal.slo.ttft:g} s, TPOT {goal.slo.tpot:g} s, {goal.attainment:.0%}.",
     )

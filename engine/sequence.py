@@ -10,12 +10,14 @@ add_remote --> WAITING --> AWAITING --> RUNNING                KV comes from a p
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.block_hash import block_hash, root_hash
 from core.errors import RequestError
 from core.types import FinishReason, GenerationRequest, Pooling, SamplingParams
-from engine.grammar import Matcher
+
+if TYPE_CHECKING:  # it needs torch, and the planner's simulation has none
+    from engine.grammar import Matcher
 
 
 class SequenceState(Enum):
@@ -63,7 +65,7 @@ class Sequence:
     # Of a prompt to embed: the sum of the hidden states that count, and of how many positions.
     pooled: Any = None  # float32 [hidden_size]
     num_pooled: int = 0
-    matcher: Matcher | None = None  # has accepted every output token; survives preemption
+    matcher: "Matcher | None" = None  # has accepted every output token; survives preemption
 
     _block_hashes: list[bytes] = field(default_factory=list)
 

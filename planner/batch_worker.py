@@ -9,6 +9,7 @@ from math import sqrt
 from planner.event_loop import EventLoop
 from planner.job import Host, Job
 from planner.prefix_cache import PrefixCache
+from planner.shared_host import Pace
 from planner.speeds import speeds_of
 from planner.step_model import StepModel
 from router.policy import Load
@@ -41,10 +42,17 @@ class BatchWorker:
     """
 
     def __init__(
-        self, loop: EventLoop, model: StepModel, limits: Limits, host: Host, hash_block: int = 0
+        self,
+        loop: EventLoop,
+        model: StepModel,
+        limits: Limits,
+        host: Host,
+        hash_block: int = 0,
+        pace: Pace | None = None,
     ) -> None:
         self.limits = limits
         self.link_free_at = 0.0
+        self.num_coming = 0
         self.last_chosen = 0
         self.busy_s = 0.0
         self._speeds = speeds_of(model, limits.max_num_batched_tokens)
@@ -68,6 +76,10 @@ class BatchWorker:
         self._run_start = 0.0
         self._run_id = 0
         self._stall_s = 0.0  # since the last decode step, spent on whole prompts
+        self._pace = pace or Pace(loop)
+        # A run goes on at another pace after the step in flight.
+        self._pace.on_change = self._cut_run
+        self._run_factor = 1.0
 
     # ------------------------------------------------------------- requests in
 
@@ -117,7 +129,7 @@ class BatchWorker:
             self._is_busy = True
             # Through the loop: whoever arrives at the same moment shares the step.
             self._loop.at(self._loop.now, self._begin)
-        elif self._run_steps:
+        else:
             self._cut_run()
 
     def _begin(self, _: None) -> None:
@@ -131,18 +143,14 @@ class BatchWorker:
             self._begin_run()
         else:
             self._is_busy = False
+        self._pace.set_busy(self._is_busy)
 
     def _begin_step(self) -> None:
         batch, kv = (len(self._batch), self._kv) if self.limits.chunked else (0, 0)
         chunks, pairs = self._chunks(self.limits.max_num_batched_tokens - batch)
         new = sum(num_tokens for _, num_tokens in chunks)
-        seconds = self._model.step(new, pairs, batch, kv)
-        self.busy_s += seconds
-        if batch:
-            self._host.gap(seconds, batch)
-        elif self._batch:
-            self._stall_s += seconds
-        self._loop.at(self._loop.now + seconds, self._end_step, chunks)
+        self._run_start = self._loop.now
+        self._pace.begin(self._model.step(new, pairs, batch, kv), self._end_step, chunks)
 
     def _chunks(self, budget: int) -> tuple[list[tuple[Job, int]], float]:
         chunks: list[tuple[Job, int]] = []
@@ -161,6 +169,12 @@ class BatchWorker:
         return chunks, pairs
 
     def _end_step(self, chunks: list[tuple[Job, int]]) -> None:
+        seconds, batch = self._loop.now - self._run_start, len(self._batch)
+        self.busy_s += seconds
+        if not self.limits.chunked:
+            self._stall_s += seconds if batch else 0.0
+        elif batch:
+            self._host.gap(seconds, batch)
         if self.limits.chunked:
             self._step += 1
             self._kv += len(self._batch)
@@ -190,6 +204,7 @@ class BatchWorker:
     def _begin_run(self) -> None:
         self._run_steps = self._batch[0][0] - self._step
         self._run_start = self._loop.now
+        self._run_factor = self._pace.factor
         self._run_id += 1
         self._loop.at(self._time_of(self._run_steps), self._end_run, self._run_id)
 
@@ -198,11 +213,14 @@ class BatchWorker:
         batch = len(self._batch)
         fixed, per_kv = self._model.decode(batch)
         growth = per_kv * batch * num_steps * (num_steps - 1) / 2
-        return self._run_start + num_steps * (fixed + per_kv * self._kv) + growth
+        seconds = num_steps * (fixed + per_kv * self._kv) + growth
+        return self._run_start + self._run_factor * seconds
 
     def _cut_run(self) -> None:
-        """Ends the run with the step that is in flight."""
-        elapsed = self._loop.now - self._run_start
+        """Ends the run, if there is one, with the step that is in flight."""
+        if not self._run_steps:
+            return
+        elapsed = (self._loop.now - self._run_start) / self._run_factor
         batch = len(self._batch)
         fixed, per_kv = self._model.decode(batch)
         half = per_kv * batch / 2

@@ -1,6 +1,7 @@
 """A simulated deployment: the router's policy, two pools or one, and the links between them."""
 
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,7 +10,7 @@ from planner.event_loop import EventLoop
 from planner.job import Job
 from planner.prefix_cache import PrefixCache
 from planner.result import Recorder
-from router.policy import POLICIES, Demand, Load, best_pair, best_worker
+from router.policy import POLICIES, Demand, Load, best_pair, best_worker, has_room
 
 
 class Worker(Protocol):
@@ -17,6 +18,7 @@ class Worker(Protocol):
 
     prefixes: PrefixCache
     link_free_at: float
+    num_coming: int  # sent to decode here, and not reserved yet: the router counts them
     last_chosen: int
     busy_s: float
 
@@ -43,6 +45,9 @@ class Link:
 _BLOCK = 16  # tokens, for the policy's view
 # Links are all alike, so that the best pair is nearly always of the best on each side.
 _SHORTLIST = 2
+# The router lets those who waited through one by one: each must see what the last one took. A
+# worker that is idle begins with the first of them alone.
+_PLACING_S = 0.001
 # With more workers than this a placement looks at a sample of them.
 _LOOK_AT_ALL = 16
 _SAMPLE = 4
@@ -51,13 +56,24 @@ _SAMPLE = 4
 class Deployment:
     """Carries each job from its arrival to its one end, and tells the recorder.
 
-    Arrival: the policy of `router.policy` chooses the workers, with the load as it is (the real
-    router sees it up to a second late). Both legs start at once: the decode worker reserves when
-    the prefill worker has admitted, pulls while it computes, and decodes when everything is
-    there. A job whose answer is its first token never reserves.
+    Arrival: while the workers have enough to do, a job waits in the router. Then the policy of
+    `router.policy` chooses the workers, with the load as it is (the real router sees that of
+    other routers' requests up to 100 ms late). Both legs start at once: the decode worker
+    reserves when the prefill worker has admitted, pulls while it computes, and decodes when
+    everything is there. A job whose answer is its first token never reserves.
     """
 
-    def __init__(self, loop: EventLoop, link: Link, policy: str, seed: int = 0) -> None:
+    def __init__(
+        self,
+        loop: EventLoop,
+        link: Link,
+        policy: str,
+        seed: int = 0,
+        dispatch_s: float = 0.0,
+        holds_back: bool = True,
+    ) -> None:
+        """`dispatch_s`: from the client through the router to a worker, and back. `holds_back`:
+        requests wait in the router while the workers have enough to do."""
         self.prefills: list[Worker] = []  # the colocated pool has only these
         self.decodes: list[Worker] = []
         self.recorder = Recorder()
@@ -67,12 +83,47 @@ class Deployment:
         self._dice = random.Random(f"placement {seed}")
         self._owners: dict[bytes, Worker] = {}  # who computed a block last
         self._num_placed = 0
+        self._queue: deque[Job] = deque()
+        self._is_letting_in = False
+        self._dispatch_s, self._holds_back = dispatch_s, holds_back
 
     def arrive(self, job: Job) -> None:
         self.recorder.arrived(job, self._loop.now)
         job.hands_over = bool(self.decodes)
+        if not self._dispatch_s and not self._queue and self._has_room():
+            self._enter(job)
+        else:
+            self._queue.append(job)
+            self._let_in_soon()
+
+    def _let_in_soon(self) -> None:
+        if self._queue and not self._is_letting_in:
+            self._is_letting_in = True
+            self._loop.at(self._loop.now + self._dispatch_s, self._let_in)
+
+    def _let_in(self, _: None) -> None:
+        """First come, first served, one after the other, while the workers would begin soon."""
+        if self._queue and self._has_room():
+            self._enter(self._queue.popleft())
+            self._loop.at(self._loop.now + _PLACING_S, self._let_in)
+        else:
+            self._is_letting_in = False
+
+    def _has_room(self) -> bool:
+        """As in `router.placement`. A large pool always has: that somebody there has room is
+        cheaper to assume than to find out."""
+        sides = ((self.prefills, True, not self.decodes), (self.decodes, False, True))
+        return not self._holds_back or all(
+            not pool
+            or len(pool) > _LOOK_AT_ALL
+            or any(has_room(self._load(worker), prefills, decodes) for worker in pool)
+            for pool, prefills, decodes in sides
+        )
+
+    def _enter(self, job: Job) -> None:
         self._place(job)
         if job.prefill.fits(job, not job.hands_over) and job.decode.fits(job, True):
+            job.decode.num_coming += _reserves(job)
             job.prefill.add_prompt(job)
         else:
             self.recorder.rejected(job, self._loop.now)
@@ -103,8 +154,12 @@ class Deployment:
             owner = self._owner(hashes) if workers is self.prefills else None
             if owner is not None and owner not in candidates:
                 candidates.append(owner)
-        size = self._link.bytes_per_token
-        return [(w, w.load(hashes)._replace(token_bytes=size)) for w in candidates]
+        return [(w, self._load(w, hashes)) for w in candidates]
+
+    def _load(self, worker: Worker, hashes: Sequence[bytes] = ()) -> Load:
+        load = worker.load(hashes)
+        num_requests = load.num_requests + worker.num_coming
+        return load._replace(token_bytes=self._link.bytes_per_token, num_requests=num_requests)
 
     def _bandwidth(self, prefill: Worker, decode: Worker) -> float:
         return self._link.bytes_per_s
@@ -117,7 +172,8 @@ class Deployment:
 
     def admitted(self, job: Job) -> None:
         self.recorder.admitted(job, self._loop.now)
-        if job.hands_over and job.request.num_output > 1:
+        if _reserves(job):
+            job.decode.num_coming -= 1
             job.decode.reserve(job)
 
     def reserved(self, job: Job) -> None:
@@ -129,9 +185,11 @@ class Deployment:
         job.first_token_at = self._loop.now
         if job.reserved_at >= 0:
             self._transfer(job)
+        self._let_in_soon()
 
     def done(self, job: Job) -> None:
         self.recorder.finished(job, self._loop.now)
+        self._let_in_soon()
         self._ended()
 
     def gap(self, seconds: float, count: int) -> None:
@@ -157,3 +215,8 @@ class Deployment:
     def _arrived(self, job: Job) -> None:
         job.prefill.release(job)
         job.decode.start_decode(job)
+
+
+def _reserves(job: Job) -> bool:
+    """Whether it needs room on another worker than the one that prefills."""
+    return job.hands_over and job.request.num_output > 1

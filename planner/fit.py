@@ -1,9 +1,7 @@
-"""From measured step times to a `FittedModel`, and the file in which one travels."""
+"""From measured step times to a `FittedModel`."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -81,30 +79,3 @@ def _least_squares(rows: Sequence[tuple[float, ...]], times: Sequence[float]) ->
     for column, value in zip(kept, solution, strict=True):
         coefficients[column] = float(value)
     return coefficients
-
-
-def save_profile(
-    path: str | Path, models: dict[int, FittedModel], kv_tokens: dict[int, int]
-) -> None:
-    """By tensor-parallel degree: the coefficients in ms, and the KV tokens of a worker."""
-    content = {
-        str(tp): {**asdict(model), "kv_tokens": kv_tokens[tp]} for tp, model in models.items()
-    }
-    Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def load_profile(path: str | Path) -> tuple[dict[int, FittedModel], dict[int, int]]:
-    """What `save_profile` wrote. Raises ConfigError."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        models, kv_tokens = {}, {}
-        for tp, entry in content.items():
-            kv_tokens[int(tp)] = int(entry.pop("kv_tokens"))
-            if entry.get("large") is not None:
-                entry["large"] = tuple(entry["large"])
-            models[int(tp)] = FittedModel(**entry)
-    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: not a performance profile: {error}") from error
-    if not models:
-        raise ConfigError(f"{path}: a performance profile without a tensor-parallel degree")
-    return models, kv_tokens

@@ -9,8 +9,6 @@ from planner.machines import Capability
 from planner.result import Result, Slo, percentile
 from planner.search import Found, Goal, Plan
 
-_MAX_NUM_SEQS = 256
-
 
 def as_dict(
     plan: Plan,
@@ -127,18 +125,23 @@ def _name(layout: dict[str, Any]) -> str:
     return str(Layout(**pools, max_num_batched_tokens=layout["max_num_batched_tokens"]))
 
 
-def as_yaml(layout: Layout, model: str, because: str) -> str:
-    """A file that `pdserve up` takes, with `because` as a comment."""
+def as_yaml(layout: Layout, capability: Capability, because: str) -> str:
+    """A file that `pdserve up` takes, with `because` as a comment. What a measured worker had of
+    a machine is not known: its resources are left out."""
     lines = [f"# {line}" for line in because.splitlines()]
     mode = "disaggregated" if layout.is_disaggregated else "colocated"
-    lines += [yaml.safe_dump({"model": model, "mode": mode}, sort_keys=False).rstrip(), "pools:"]
+    lines += [
+        yaml.safe_dump({"model": capability.model, "mode": mode}, sort_keys=False).rstrip(),
+        "pools:",
+    ]
     for name, pool in layout.pools.items():
         lines += [
             f"  {name}:",
             f"    replicas: {pool.replicas}",
             f"    tensor_parallel_size: {pool.tensor_parallel}",
-            "    resources: {GPU: 1}  # of each rank",
-            f"    engine: {{max_num_seqs: {_MAX_NUM_SEQS}, "
+            f"    engine: {{max_num_seqs: {capability.max_num_seqs}, "
             f"max_num_batched_tokens: {layout.max_num_batched_tokens}}}",
         ]
+        if not capability.is_measured:
+            lines.append("    resources: {GPU: 1}  # of each rank")
     return "\n".join(lines) + "\n"

@@ -14,6 +14,7 @@ from planner.batch_worker import Limits
 from planner.event_loop import EventLoop
 from planner.job import Host, Job
 from planner.prefix_cache import PrefixCache
+from planner.shared_host import Pace
 from planner.speeds import speeds_of
 from planner.step_model import StepModel
 from router.policy import Load
@@ -31,10 +32,17 @@ class ScheduledWorker:
     """
 
     def __init__(
-        self, loop: EventLoop, model: StepModel, limits: Limits, host: Host, hash_block: int = 0
+        self,
+        loop: EventLoop,
+        model: StepModel,
+        limits: Limits,
+        host: Host,
+        hash_block: int = 0,
+        pace: Pace | None = None,
     ) -> None:
         self.limits = limits
         self.link_free_at = 0.0
+        self.num_coming = 0
         self.last_chosen = 0
         self.busy_s = 0.0
         self._speeds = speeds_of(model, limits.max_num_batched_tokens)
@@ -55,6 +63,8 @@ class ScheduledWorker:
         self._arrivals = count()
         self._inbox: list[tuple[Any, Job]] = []
         self._is_busy = False
+        self._pace = pace or Pace(loop)
+        self._step_start = 0.0
 
     # ------------------------------------------------------------- requests in
 
@@ -145,12 +155,11 @@ class ScheduledWorker:
                 break
             if not plan.made_progress and not self._inbox:
                 self._is_busy = False
+                self._pace.set_busy(False)
                 return
-        seconds = self._seconds(plan)
-        self.busy_s += seconds
-        if plan.num_decodes:
-            self._host.gap(seconds, plan.num_decodes)
-        self._loop.at(self._loop.now + seconds, self._end_step, plan)
+        self._step_start = self._loop.now
+        self._pace.set_busy(True)
+        self._pace.begin(self._seconds(plan), self._end_step, plan)
 
     def _tell_admitted(self, seq: Sequence) -> None:
         job = self._jobs[seq.request_id]
@@ -171,6 +180,10 @@ class ScheduledWorker:
         return self._model.step(new, pairs, plan.num_decodes, kv)
 
     def _end_step(self, plan: StepPlan) -> None:
+        seconds = self._loop.now - self._step_start
+        self.busy_s += seconds
+        if plan.num_decodes:
+            self._host.gap(seconds, plan.num_decodes)
         for seq, num_tokens in plan.steps:
             self.scheduler.advance(seq, num_tokens)
             if seq.num_uncomputed_tokens == 0:

@@ -1,5 +1,6 @@
 """Runs one layout against one trace."""
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,6 +14,7 @@ from planner.layout import Layout, Pool
 from planner.result import Result
 from planner.scaling import PoolWorkers, SimulatedScaling
 from planner.scheduled_worker import ScheduledWorker
+from planner.shared_host import Pace, Slowdown
 from planner.step_model import StepModel
 from planner.trace import Trace, TraceRequest
 
@@ -20,22 +22,28 @@ from planner.trace import Trace, TraceRequest
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Step times, KV room and links for each tensor-parallel degree: all that a simulation knows
-    of hardware and model. `of(pool_name, tp)` may differ by pool (Splitwise mixes hardware)."""
+    of hardware and model. `of(pool_name, tp)` may differ by pool (Splitwise mixes hardware).
+    `slowdown`: the n-th worker of each pool share a host, or two colocated ones; None: every
+    worker has its own."""
 
     model_of: Callable[[str, int], StepModel]
     limits_of: Callable[[str, int], Limits]
     link_of: Callable[[int], Link]  # by the prefill pool's degree
+    slowdown: Slowdown | None = None
+    dispatch_s: float = 0.0  # from the client through the router to a worker, and back
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """`exact`: every step is scheduled by the engine's own scheduler. `concurrency`: a closed
-    loop, in which each end lets the next request in and arrival times do not count."""
+    loop, in which each end lets the next request in and arrival times do not count. `holds_back`:
+    requests wait in the router, as in ours; other systems send them on at once."""
 
     policy: str = "kv_aware"
     exact: bool = False
     seed: int = 0
     concurrency: int | None = None
+    holds_back: bool = True
     # By pool; the layout's replicas are what it starts with.
     autoscale: Mapping[str, AutoscaleConfig] = field(default_factory=dict)
 
@@ -58,8 +66,11 @@ def run(
     """`simulate` on requests that need not all exist at once."""
     loop = EventLoop()
     link = machine.link_of(layout.prefill.tensor_parallel if layout.prefill else 1)
-    deployment = Deployment(loop, link, options.policy, options.seed)
+    deployment = Deployment(
+        loop, link, options.policy, options.seed, machine.dispatch_s, options.holds_back
+    )
     kind = ScheduledWorker if options.exact else BatchWorker
+    seats = _Seats(loop, machine.slowdown)
 
     def make(name: str) -> Worker:
         pool = layout.pools[name]
@@ -69,6 +80,7 @@ def run(
             _limits(machine, layout, name, pool),
             deployment,
             hash_block if name != "decode" or options.exact else 0,
+            seats.take(name),
         )
 
     pools = {
@@ -95,6 +107,32 @@ def run(
 def _limits(machine: Machine, layout: Layout, name: str, pool: Pool) -> Limits:
     limits = machine.limits_of(name, pool.tensor_parallel)
     return replace(limits, max_num_batched_tokens=layout.max_num_batched_tokens)
+
+
+class _Seats:
+    """Hosts with room for one worker of each pool, or for two colocated ones, in the order in
+    which workers start."""
+
+    def __init__(self, loop: EventLoop, slowdown: Slowdown | None) -> None:
+        self._loop, self._slowdown = loop, slowdown
+        self._alone: dict[str, deque[Pace]] = defaultdict(deque)  # by who may join them
+
+    def take(self, name: str) -> Pace | None:
+        if (slowdown := self._slowdown) is None:
+            return None
+        # What two colocated workers take from each other was not measured.
+        unknown = max(slowdown.prefill, slowdown.decode)
+        factor, partner = {
+            "prefill": (slowdown.prefill, "decode"),
+            "decode": (slowdown.decode, "prefill"),
+            "colocated": (unknown, "colocated"),
+        }[name]
+        mine = Pace(self._loop, factor)
+        if self._alone[name]:
+            mine.share_with(self._alone[name].popleft())
+        else:
+            self._alone[partner].append(mine)
+        return mine
 
 
 class _Source:

@@ -68,6 +68,10 @@ class Policy:
 EXPECTED_OUTPUT = 256
 # A hand-over's fixed part: its calls and the decode worker's step that it waits for.
 HAND_OVER_S = 0.005
+# What a worker is sent ahead, so that it stays busy; everybody else waits in the router.
+AHEAD_S = 0.5  # of prompts
+AHEAD_TOKENS = 512  # and never less: a step is most efficient when it is full
+AHEAD_SEATS = 0.25  # of its batch
 # What is computed twice takes from those who come after: so much of the time it takes is added.
 _REUSE = 0.1
 
@@ -150,6 +154,19 @@ def hand_over_seconds(prefill: Load, decode: Load, demand: Demand, bandwidth: fl
     tail_s = max(pull_s - own_s, last * prefill.token_bytes / bandwidth)
     hidden_s = min(room_seconds(decode, demand), own_s)
     return HAND_OVER_S + tail_s - hidden_s
+
+
+def has_room(load: Load, prefills: bool, decodes: bool) -> bool:
+    """Whether another request would begin soon on a worker that does these phases. An idle worker
+    takes anything."""
+    if not load.num_requests:
+        return True
+    if prefills and load.queued_tokens > max(AHEAD_S * load.speeds.prefill, AHEAD_TOKENS):
+        return False
+    if not decodes:
+        return True
+    seats = load.max_num_seqs + max(1, int(AHEAD_SEATS * load.max_num_seqs))
+    return load.num_requests < seats and load.free_blocks > 0
 
 
 def requests(load: Load, demand: Demand) -> float:

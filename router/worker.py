@@ -13,7 +13,7 @@ import grpc
 from core.errors import UnavailableError
 from core.types import Role
 from router.breaker import Breaker
-from router.policy import Load, Speeds
+from router.policy import Load, Speeds, has_room
 from router.prefix_index import Holdings, PrefixIndex
 from router.step_stream import StepReader
 from rpc import codec, worker_pb2, worker_pb2_grpc
@@ -30,9 +30,6 @@ _BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 _LEAST_SLOPE = 0.01
 # Work that is sent ahead of what a worker does: enough that it never runs dry between two
 # statuses, little enough that who comes next is still decided here.
-_AHEAD_S = 0.5
-_AHEAD_TOKENS = 512  # and never less: a step is most efficient when it is full
-_AHEAD_SEATS = 0.25  # of its batch
 _ticks = count(1)
 Compatibility = tuple[tuple[str, str], ...]  # names and values, sorted
 
@@ -156,18 +153,8 @@ class Worker:
 
     def has_room(self, typical: Speeds) -> bool:
         """Whether another request would begin here soon. An idle worker takes anything."""
-        num_requests = self._num_requests
-        if not num_requests:
-            return True
-        if self.role is not Role.DECODE:
-            speed = self.prefill_speed or typical.prefill
-            if self._num_queued_tokens > max(_AHEAD_S * speed, _AHEAD_TOKENS):
-                return False
-        if self.role is Role.PREFILL:
-            return True
-        used = max(self._used_blocks, self._blocks)
-        seats = self._max_num_seqs + max(1, int(_AHEAD_SEATS * self._max_num_seqs))
-        return num_requests < seats and used < self._total_blocks
+        role = self.role
+        return has_room(self.load(0, typical), role is not Role.DECODE, role is not Role.PREFILL)
 
     @contextmanager
     def carrying(self, passenger: Passenger, num_blocks: int) -> Iterator[None]:

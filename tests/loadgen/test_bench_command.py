@@ -273,6 +273,23 @@ def test_three_sides_are_compared_each_with_each(scripted, config_file, tmp_path
     assert row.endswith("| disaggregated, conditional |") and "-80%" in row
 
 
+def test_repetitions_can_be_added_to_those_of_before(scripted, config_file, tmp_path):
+    """Two are too few to say anything, three are not."""
+    written = tmp_path / "c.json"
+    arguments = ("compare", config_file, "--conditional", 0, "--json", written, "--resume")
+    order = scripted({BASE: 0.05, CANDIDATE: 0.01})
+    assert "No clear difference" in pdserve(*arguments, "--repetitions", 2).stdout
+    result = pdserve(*arguments, "--repetitions", 1, "--plots", tmp_path / "p")
+    assert "\nYes" in result.stdout, result.output
+    assert order[4:] == [BASE, CANDIDATE]  # as the third repetition would have been
+    assert len(json.loads(written.read_text())["sides"][0]["repetitions"]) == 3
+    other = pdserve(*arguments, "--rate", 3)
+    assert other.exit_code == 1 and "of another load" in other.stderr
+    assert "needs --json" in pdserve("compare", config_file, "--resume").stderr
+    written.write_text("[]")
+    assert "not what compare writes" in pdserve(*arguments).stderr
+
+
 def test_ctrl_c_reports_the_complete_repetitions(scripted, config_file):
     scripted({BASE: 0.05, CANDIDATE: 0.01, CONDITIONAL: 0.01}, fail_after=3)
     result = pdserve("compare", config_file)
