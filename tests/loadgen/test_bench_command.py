@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 import cli.compare
 from cli.bench import bench
-from cli.compare import BASE, CANDIDATE, CONDITIONAL, Side, compare, make_sides
+from cli.compare import compare
 from cli.compare_report import difference, read_counters, reasons
+from cli.compare_sides import BASE, CANDIDATE, CONDITIONAL, Side, make_sides
 from core.errors import ConfigError
 from loadgen.chart import LabelledRun
 from loadgen.record import RequestRecord
