@@ -177,7 +177,7 @@ def reasons(sides: Sequence[Measured]) -> list[str]:
             f"{shared:.0%} of them repeat a prefix sent before.",
             f"Found in prefix caches, of the prompt tokens: {hits}.",
         ]
-    said += [line for side in sides for line in (*_decided(side), *_transfer(side))]
+    said += [line for side in sides[1:] for line in (*_decided(side), *_transfer(side))]
     stalls = {s.name: max(_values(s.summaries, "itl_s", "max"), default=None) for s in sides}
     known = ", ".join(f"{v * 1e3:.0f} ms {name}" for name, v in stalls.items() if v is not None)
     if known:
