@@ -222,7 +222,7 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     """A command whose parameters of dataclass type become their fields, each an option of its
     own: several commands share options by naming the dataclass."""
     signature = inspect.signature(command, eval_str=True)
-    groups = {
+    groups: dict[str, Any] = {
         n: p.annotation for n, p in signature.parameters.items() if is_dataclass(p.annotation)
     }
     parameters: list[inspect.Parameter] = []

@@ -253,7 +253,7 @@ def _opt(
             find_hardware("a100").peer_bandwidth, 0.0005, shape.kv_bytes_per_token
         ),
     )
-    return Capability(machine, tuple(degrees), dict.fromkeys(degrees, "fitted"))
+    return Capability(model, machine, tuple(degrees), dict.fromkeys(degrees, "fitted"))
 
 
 def _best(
