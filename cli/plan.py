@@ -57,7 +57,10 @@ def _run(options: PlanOptions, say: Callable[[str], None]) -> None:
         raise ConfigError(f"{capability.model} does not fit on {options.gpus} x {options.hardware}")
     goal = Goal(options.slo, options.attainment, options.seconds, options.requests)
     searcher = Searcher(
-        capability, trace, goal, Options(options.policy, options.exact, options.seed)
+        capability,
+        trace,
+        goal,
+        Options(options.policy, options.exact, options.seed, holds_back=True),
     )
     plan = searcher.plan(options.gpus, say)
     if not plan.best:

@@ -70,7 +70,7 @@ class Deployment:
         policy: str,
         seed: int = 0,
         dispatch_s: float = 0.0,
-        holds_back: bool = True,
+        holds_back: bool = False,
     ) -> None:
         """`dispatch_s`: from the client through the router to a worker, and back. `holds_back`:
         requests wait in the router while the workers have enough to do."""

@@ -45,9 +45,8 @@ def side_by_side(
 ) -> list[Figure]:
     """TTFT and TPOT of one prefill and one decode worker. All records succeeded, and have two
     tokens at least."""
-    result = simulate(
-        Layout(Pool(1), Pool(1)), machine_of(profile), trace_of(records), Options(exact=exact)
-    )
+    options = Options(exact=exact, holds_back=True)
+    result = simulate(Layout(Pool(1), Pool(1)), machine_of(profile), trace_of(records), options)
     measured = {
         "TTFT": [record.ttft_s for record in records],
         "TPOT": [record.tpot_s or 0.0 for record in records],

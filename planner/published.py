@@ -28,9 +28,6 @@ from planner.trace import Trace, TraceRequest, load_trace, sampled
 
 Row = tuple[str, str, str, str]  # what, published, simulated, verdict
 
-# Other systems' routers send every request on at once.
-THEIR_ROUTER = Options(holds_back=False)
-
 
 def main(folder: Path) -> None:
     checks: tuple[Callable[[Path], Iterator[Row]], ...] = (
@@ -129,9 +126,7 @@ def silicon(folder: Path) -> Iterator[Row]:
             continue
         name, capability, layout, request, concurrency = case
         trace = Trace((request,) * max(4 * concurrency, 32))
-        result = simulate(
-            layout, capability.machine, trace, Options(concurrency=concurrency, holds_back=False)
-        )
+        result = simulate(layout, capability.machine, trace, Options(concurrency=concurrency))
         ttft = sum(result.recorder.ttft) / len(result.recorder.ttft)
         tpot = median(result.recorder.tpot)
         groups.setdefault(name, []).append(
@@ -260,7 +255,7 @@ def _best(
     capability: Capability, trace: Trace, goal: Goal, disaggregated: bool, gpus: int = 8
 ) -> Found | None:
     """The highest rate for each GPU with at most so many, whole or not."""
-    searcher = Searcher(capability, trace, goal, THEIR_ROUTER)
+    searcher = Searcher(capability, trace, goal)
     best: Found | None = None
     sizes = range(1, gpus + 1)
     kinds = {c for n in sizes for c in layouts(n, capability.degrees)}
@@ -371,7 +366,7 @@ def _splitwise_rate(
 
     def holds(rate: float) -> bool:
         trace = sampled(lengths, max(2000, int(rate * 60)), rate)
-        result = simulate(design.layout, machine, trace, THEIR_ROUTER)
+        result = simulate(design.layout, machine, trace)
         return _meets_slowdowns(result, trace, alone)
 
     low, high = 0.0, 1.0

@@ -37,13 +37,14 @@ class Machine:
 class Options:
     """`exact`: every step is scheduled by the engine's own scheduler. `concurrency`: a closed
     loop, in which each end lets the next request in and arrival times do not count. `holds_back`:
-    requests wait in the router, as in ours; other systems send them on at once."""
+    requests wait in the router while the workers have enough to do, as in ours; other systems
+    send them on at once."""
 
     policy: str = "kv_aware"
     exact: bool = False
     seed: int = 0
     concurrency: int | None = None
-    holds_back: bool = True
+    holds_back: bool = False
     # By pool; the layout's replicas are what it starts with.
     autoscale: Mapping[str, AutoscaleConfig] = field(default_factory=dict)
 

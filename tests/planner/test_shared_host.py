@@ -107,8 +107,8 @@ def test_the_router_holds_back_what_would_only_wait_on_the_worker(exact):
     """600 tokens are more than it sends ahead: the others come one by one, and the second does
     not wait for the third in a step of both. Sent on at once, they share one."""
     requests = [(0.0, 600, 1), (0.01, 400, 1), (0.02, 400, 1)]
-    held = [ttft for ttft, _ in times(requests, machine(), exact=exact)]
-    sent = [ttft for ttft, _ in times(requests, machine(), exact=exact, holds_back=False)]
+    held = [ttft for ttft, _ in times(requests, machine(), exact=exact, holds_back=True)]
+    sent = [ttft for ttft, _ in times(requests, machine(), exact=exact)]
     assert held == pytest.approx([0.6, 0.99, 1.38], abs=0.01)
     assert sent == pytest.approx([0.6, 1.39, 1.38], abs=0.01)
 
@@ -116,5 +116,5 @@ def test_the_router_holds_back_what_would_only_wait_on_the_worker(exact):
 def test_requests_are_held_back_while_the_decode_batch_is_full():
     """Room for one: with one and a seat ahead there, the third prompt waits for an end."""
     requests = [(0.0, 10, 101), (0.0, 10, 101), (0.0, 10, 101)]
-    ttfts = [ttft for ttft, _ in times(requests, machine(max_num_seqs=1))]
+    ttfts = [ttft for ttft, _ in times(requests, machine(max_num_seqs=1), holds_back=True)]
     assert ttfts[1] < 0.05 and ttfts[2] == pytest.approx(1.02, abs=0.05)
