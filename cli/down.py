@@ -1,4 +1,4 @@
-"""`pdserve down`: ends a running `pdserve up`."""
+"""`pdserve down`: ends a running deployment."""
 
 import asyncio
 import contextlib
@@ -8,41 +8,66 @@ import time
 
 import grpc
 
-from cli.state import Deployment
+from cli.state import Deployment, deployment_name, forget
 from cluster.process_tree import descendants, end_all
+from core.config import parse_config
+from core.errors import UnavailableError
 from rpc import cluster_pb2, cluster_pb2_grpc
 from rpc.channel import make_channel
 
-_ASK_S = 5.0
 _STOP_S = 60.0  # graces of router and workers, then Ray's own end
-_TERM_S = 20.0
+_ASK_S = 15.0  # a controller that has just died is back by then
+_ASK_EVERY_S = 0.5
 _POLL_S = 0.1
 
 
 def stop_deployment(deployment: Deployment) -> bool:
-    """Asks the controller, then the process, then nobody. Returns True if it ended by itself;
-    False if it had to be killed with all that it had started."""
-    asked = asyncio.run(_ask(deployment))
-    if asked and _ended(deployment, _STOP_S):
-        return True
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(deployment.pid, signal.SIGTERM)
-    if _ended(deployment, _TERM_S):
-        return True
-    end_all([deployment.process, *descendants(deployment.pid)], patience_s=0.0)
-    return False
+    """Asks its `pdserve up`; where that is gone, on somebody else's cluster, the controller; and
+    then nobody. Returns True if it ended by itself; False if it had to be killed with all that
+    belongs to it. Raises UnavailableError if nobody can be reached."""
+    if deployment.process.is_alive:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(deployment.pid, signal.SIGTERM)
+        if _ended(deployment, _STOP_S):
+            return True
+        end_all([deployment.process, *descendants(deployment.pid)], patience_s=0.0)
+        if deployment.ray is None:
+            return False
+    has_ended = asyncio.run(_ask(deployment))
+    if not has_ended:
+        _kill_on_cluster(deployment)
+    forget(deployment)
+    return has_ended
 
 
 async def _ask(deployment: Deployment) -> bool:
+    """Whether the controller says that all workers are gone."""
+    deadline = time.monotonic() + _ASK_S
     async with make_channel(
         deployment.controller, deployment.token, deployment.tls_files
     ) as channel:
         stub = cluster_pb2_grpc.ClusterServiceStub(channel)
-        try:
-            await stub.Shutdown(cluster_pb2.ShutdownRequest(), timeout=_ASK_S)
-        except grpc.aio.AioRpcError:
-            return False
-    return True
+        while time.monotonic() < deadline:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await stub.Shutdown(cluster_pb2.ShutdownRequest(), timeout=_STOP_S)
+                return True
+            await asyncio.sleep(_ASK_EVERY_S)
+    return False
+
+
+def _kill_on_cluster(deployment: Deployment) -> None:
+    from cluster.attach import end_deployment  # imports ray
+    from cluster.ray_session import ray_session
+
+    config = parse_config(f"model: none\nray: {{address: {deployment.ray!r}}}")
+    try:
+        with ray_session(config):
+            end_deployment(deployment_name(deployment.http))
+    except UnavailableError as error:
+        forget(deployment)
+        raise UnavailableError(
+            f"its controller does not answer, {error.message}; forgotten here"
+        ) from error
 
 
 def _ended(deployment: Deployment, timeout_s: float) -> bool:

@@ -1,11 +1,11 @@
-"""What `pdserve up` runs once Ray is there: the controller, the router, and their story told."""
+"""What `pdserve up` does once Ray is there: it starts or finds the controller, runs the router, and
+tells their story."""
 
 import asyncio
 import contextlib
 import os
 import shutil
 import sys
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,18 +13,22 @@ from typing import NoReturn
 
 from cli.log_tail import tail_logs
 from cli.preflight import client_address, split_address
-from cli.state import Deployment, deployment_name, registered
+from cli.state import Deployment, deployment_name, forget, register, wanted_path
 from cli.stop_signals import StopSignals
 from cli.terminal import Reporter
-from cluster.controller import Controller
+from cluster.attach import attach
+from cluster.changes import changes_between
+from cluster.controller_actor import ControllerSpec, Facts
+from cluster.controller_client import ControllerClient
 from cluster.process_tree import identify
 from cluster.ray_session import RaySession
 from cluster.router_process import RouterProcess
 from cluster.worker_slot import SlotOptions
 from core.config import Config
+from core.errors import UnavailableError
 from rpc import cluster_pb2
 from rpc import worker_pb2 as pb
-from rpc.cluster_token import cluster_token
+from rpc.cluster_token import cluster_token, set_cluster_token
 from rpc.tls import internal_tls
 
 _READY_S = 60.0  # from the last worker's start to the router's word that a pair can serve
@@ -35,8 +39,11 @@ _STOP_S = 45.0  # a worker's grace, the end of its engine, Ray's calls
 
 
 class Foreground:
-    """Owns the controller and the router of one deployment while its loop runs. Whatever ends
-    `run`, both are stopped: the router first, so that no request meets a worker that is gone."""
+    """Owns the router of one deployment while its loop runs, and speaks for the user to its
+    controller, which has a process of its own. Whatever ends `run`, both are stopped: the router
+    first, so that no request meets a worker that is gone. A kill ends the router, and a local Ray
+    with all workers; on somebody else's cluster the deployment goes on, for the next `pdserve up`.
+    """
 
     def __init__(
         self,
@@ -62,39 +69,68 @@ class Foreground:
         scheme = "https" if config.router.tls is not None else "http"
         self._url = f"{scheme}://{client_address(config.router.http)}"
         self._is_ready = False
+        self._stop_asked = asyncio.Event()
 
     async def run(self, router: Sequence[str], config_path: str, signals: StopSignals) -> None:
         """Serves until a signal or a Shutdown call. `router`: the router's module and arguments,
         without the controller's address; empty where routers run elsewhere. Raises PdserveError
         if it cannot start."""
+        signals.notify(asyncio.get_running_loop(), self._stop_asked.set)
+        router_process: RouterProcess | None = None
+        async with contextlib.AsyncExitStack() as stack:
+            controller: ControllerClient | None = None
+            deployment: Deployment | None = None
+            try:
+                facts = await self._attach(has_router=bool(router))
+                address = client_address(facts.address)
+                controller = await stack.enter_async_context(ControllerClient(address))
+                deployment = self._deployment(address, config_path)
+                register(deployment)
+                if router:
+                    arguments, log_path = [*router, "--controller", address], "router.log"
+                    router_process = RouterProcess(arguments, self._url, self._log_dir / log_path)
+                async with self._told(controller):
+                    await self._serve(controller, router_process)
+            finally:
+                signals.stopping()
+                self._reporter.doing("Stopping")
+                if router_process is not None:
+                    await router_process.stop(_GRACE_S)
+                if controller is not None:
+                    await self._stop_workers(controller)
+                if deployment is not None:
+                    forget(deployment)
+
+    async def _attach(self, has_router: bool) -> Facts:
+        """Starts the controller, or finds it. Where it needs nothing of this process, because Ray
+        is somebody else's, this process needs nothing of Ray from then on."""
         options = SlotOptions(
             deployment=deployment_name(self._config.router.http),
             log_dir=str(self._log_dir),
             worker_classes=self._worker_classes,
         )
-        if not router:  # as on Kubernetes, where nodes may have to be started first
+        if not has_router:  # as on Kubernetes, where nodes may have to be started first
             options = replace(options, placement_timeout_s=_CLUSTER_PLACEMENT_S)
-        controller = Controller(self._config, options, self._model_path)
-        signals.notify(asyncio.get_running_loop(), controller.shutdown_requested.set)
-        router_process: RouterProcess | None = None
-        try:
-            await controller.start(*self._bind)
-            if router:
-                arguments = [*router, "--controller", client_address(controller.address)]
-                router_process = RouterProcess(arguments, self._url, self._log_dir / "router.log")
-            with registered(self._deployment(controller.address, config_path)):
-                async with self._told(controller):
-                    await self._serve(controller, router_process)
-        finally:
-            signals.stopping()
-            self._reporter.doing("Stopping")
-            if router_process is not None:
-                await router_process.stop(_GRACE_S)
-            await self._stop_workers(controller)
+        host, port = self._bind
+        spec = ControllerSpec(
+            self._config, options, host, port, self._log_dir,
+            wanted_path(self._config.router.http), cluster_token(), self._model_path,
+        )  # fmt: skip
+        facts, is_found = await asyncio.to_thread(attach, spec)
+        set_cluster_token(facts.cluster_token)
+        self._ray.leave()
+        if is_found:
+            self._reporter.done("The deployment runs already: going on with it as it is")
+            if keys := [c.key for c in changes_between(facts.config, self._config)]:
+                self._reporter.warn(
+                    f"the file differs in {', '.join(keys)}; `pdserve apply` makes it so"
+                )
+            self._config = facts.config.model_copy(update={"router": self._config.router})
+        return facts
 
-    async def _serve(self, controller: Controller, router: RouterProcess | None) -> None:
+    async def _serve(self, controller: ControllerClient, router: RouterProcess | None) -> None:
         starting = asyncio.create_task(self._start(controller, router))
-        stop = asyncio.create_task(self._until_stopped(controller))
+        stop = asyncio.create_task(self._until_stopped())
         try:
             await asyncio.wait([starting, stop], return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
@@ -105,24 +141,24 @@ class Foreground:
             stop.cancel()
             await asyncio.gather(starting, stop, return_exceptions=True)
 
-    async def _until_stopped(self, controller: Controller) -> None:
+    async def _until_stopped(self) -> None:
         """Returns when somebody asks for the end, or when the workers have ended with Ray."""
         while not self._ray.is_over:
             if said := self._ray.keep_head():
                 self._reporter.warn(said)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(controller.shutdown_requested.wait(), _CHECK_RAY_S)
+                await asyncio.wait_for(self._stop_asked.wait(), _CHECK_RAY_S)
                 return
 
-    async def _stop_workers(self, controller: Controller) -> None:
-        """By Ray, as long as it is there: it may end while it is being asked."""
-        stopping = asyncio.create_task(controller.stop(_GRACE_S))
-        deadline = time.monotonic() + _STOP_S
+    async def _stop_workers(self, controller: ControllerClient) -> None:
+        """By the controller, as long as Ray is there: it may end while it is being asked."""
+        stopping = asyncio.create_task(controller.shutdown(_STOP_S))
         while not stopping.done():
             await asyncio.wait([stopping], timeout=_CHECK_RAY_S)
-            if not stopping.done() and (self._ray.lost or time.monotonic() > deadline):
-                self._abandon_ray(was_asked=controller.shutdown_requested.is_set())
-        stopping.result()
+            if not stopping.done() and self._ray.lost:
+                self._abandon_ray(was_asked=self._stop_asked.is_set())
+        if not stopping.result() and self._config.ray.address is not None:
+            raise UnavailableError("the controller does not answer; `pdserve down` ends the rest")
 
     def _abandon_ray(self, was_asked: bool) -> NoReturn:
         """The end without Ray's head. A signal to the whole process group ends both together."""
@@ -139,7 +175,7 @@ class Foreground:
                 stream.flush()
         os._exit(0 if was_asked else 1)  # a usual exit would call Ray once more
 
-    async def _start(self, controller: Controller, router: RouterProcess | None) -> None:
+    async def _start(self, controller: ControllerClient, router: RouterProcess | None) -> None:
         """Workers and router start side by side; the first failure ends both. Without a router
         nobody waits here for the workers: what cannot run now is tried again, and said."""
         if router is None:
@@ -172,21 +208,22 @@ class Foreground:
             url=self._url,
             pid=me.pid,
             start_ticks=me.start_ticks,
-            controller=client_address(controller),
+            controller=controller,
             config=os.path.abspath(config_path),
             log_dir=str(self._log_dir),
             token=cluster_token(),
             tls=asdict(files) if (files := internal_tls()) is not None else None,
+            ray=self._config.ray.address,
         )
 
     # ------------------------------------------------------------ the story
 
     @contextlib.asynccontextmanager
-    async def _told(self, controller: Controller) -> AsyncIterator[None]:
+    async def _told(self, controller: ControllerClient) -> AsyncIterator[None]:
         """Tells of the workers: their loading at first, their deaths and returns later."""
         telling = [asyncio.create_task(self._tell(controller), name="tell")]
         if self._verbose:
-            shown = frozenset({"controller.log"})  # by logging itself
+            shown = frozenset({"up.log"})  # by logging itself
             tail = tail_logs(self._log_dir, lambda line: print(line, file=sys.stderr), shown)
             telling.append(asyncio.create_task(tail, name="tail"))
         try:
@@ -196,9 +233,19 @@ class Foreground:
                 task.cancel()
             await asyncio.gather(*telling, return_exceptions=True)
 
-    async def _tell(self, controller: Controller) -> None:
+    async def _tell(self, controller: ControllerClient) -> None:
         states: dict[str, int] = {}
-        async for view in controller.publisher.watch():
+        is_away = False
+        async for view in controller.views():
+            if view is None:
+                is_away = True
+                self._reporter.warn("the controller is away; requests go on")
+                continue
+            if is_away:
+                is_away = False
+                self._reporter.done("the controller is back")
+            if view.is_ending:
+                self._stop_asked.set()
             present = {worker.id for worker in view.workers}
             for gone in states.keys() - present:
                 del states[gone]

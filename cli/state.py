@@ -1,9 +1,7 @@
 """Which deployments run on this machine: one small file for each `pdserve up`."""
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -25,6 +23,7 @@ class Deployment:
     log_dir: str
     token: str = field(default="", repr=False)  # of the cluster, for `pdserve down`
     tls: dict[str, str] | None = None  # the files of TlsFiles, for calls to the controller
+    ray: str | None = None  # somebody else's cluster: there it outlives a killed `pdserve up`
 
     @property
     def tls_files(self) -> TlsFiles | None:
@@ -44,15 +43,21 @@ def log_dir_for(http: str) -> Path:
     return _state_home() / "logs" / deployment_name(http)
 
 
+def wanted_path(http: str) -> Path:
+    """Of the file in which the controller keeps the wanted state."""
+    return _state_home() / "wanted" / f"{deployment_name(http)}.json"
+
+
 def running_deployments() -> list[Deployment]:
-    """All that run, by address. Files whose process is gone are removed."""
+    """All that run, by address. Files whose process is gone are removed; those of deployments on
+    somebody else's cluster stay until they are ended."""
     found = []
     for path in sorted(_run_dir().glob("*.json")):
         try:
             deployment = Deployment(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):
             deployment = None
-        if deployment is not None and deployment.process.is_alive:
+        if deployment is not None and (deployment.process.is_alive or deployment.ray):
             found.append(deployment)
         else:
             path.unlink(missing_ok=True)
@@ -72,10 +77,9 @@ def find_deployment(http: str | None) -> Deployment | None:
     return running[0] if running else None
 
 
-@contextlib.contextmanager
-def registered(deployment: Deployment) -> Iterator[None]:
-    """Keeps the deployment's file, which only its owner may read, as long as it runs."""
-    path = _run_dir() / f"{deployment_name(deployment.http)}.json"
+def register(deployment: Deployment) -> None:
+    """Writes the deployment's file, which only its owner may read. Raises UnavailableError."""
+    path = _file_of(deployment.http)
     temporary = path.with_suffix(f".{os.getpid()}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,15 +89,20 @@ def registered(deployment: Deployment) -> Iterator[None]:
         temporary.replace(path)
     except OSError as error:
         raise UnavailableError(f"cannot write {path}: {error.strerror}") from error
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
+
+
+def forget(deployment: Deployment) -> None:
+    """Removes the file of one that has ended."""
+    _file_of(deployment.http).unlink(missing_ok=True)
 
 
 def _state_home() -> Path:
     home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(home).expanduser() / "pdserve"
+
+
+def _file_of(http: str) -> Path:
+    return _run_dir() / f"{deployment_name(http)}.json"
 
 
 def _run_dir() -> Path:

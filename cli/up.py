@@ -121,12 +121,13 @@ def _run(
 @contextlib.contextmanager
 def _logging_to(log_dir: Path, verbose: bool, log_format: LogFormat) -> Iterator[None]:
     """Logs of this process go to a file, and to the terminal too if `verbose`. So do the lines
-    that Ray prints to stdout. The files of an earlier run are kept once, as *.old."""
+    that Ray prints to stdout. The file of an earlier run is kept once, as *.old."""
     log_dir.mkdir(parents=True, exist_ok=True)
-    for path in log_dir.glob("*.log"):
+    path = log_dir / "up.log"
+    if path.exists():
         path.replace(path.with_suffix(".log.old"))
     root, level = logging.getLogger(), logging.getLogger().level
-    with (log_dir / "controller.log").open("a", buffering=1) as file:
+    with path.open("a", buffering=1) as file:
         handlers: list[logging.Handler] = [logging.StreamHandler(file)]
         if verbose:
             handlers.append(logging.StreamHandler(sys.stderr))

@@ -1,21 +1,26 @@
 """The controller: holds the wanted state, keeps the workers at it, publishes what is.
 
-It is a plain asyncio object, so that any process may own it: the `pdserve up` command, a test.
+It is a plain asyncio object, so that any process may own it: an actor (controller_actor.py), a
+test. Workers do not die with it. One that comes back finds them, and what was wanted of them.
 """
 
 import asyncio
+import contextlib
 import logging
+import uuid
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from cluster.autoscaling import Autoscaling
+from cluster.lives import Life, end_lives, find_lives
 from cluster.load_watch import LoadWatch
 from cluster.operations import Operations, resized
 from cluster.service import ClusterService
 from cluster.sizing import bundle_for, check_room, local_bundle, share_of
 from cluster.view import ViewPublisher
+from cluster.wanted import Wanted, WantedFile
 from cluster.worker_slot import SlotOptions, WorkerSlot
 from core.config import Config
 from core.errors import ConfigError, PdserveError, RequestError, UnavailableError
@@ -24,24 +29,38 @@ from core.types import Role
 from core.worker_settings import WorkerSettings
 from rpc import cluster_pb2_grpc
 from rpc.channel import bind, make_server
-from rpc.cluster_token import cluster_token
+from rpc.cluster_token import cluster_token, set_cluster_token
 
 logger = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 0.5  # from the end of all workers to the end of the service
 
 
 class Controller:
     """Owns every worker of one deployment, from `start` to `stop`, and the service that tells
     routers about them and takes operations. Needs a running Ray. `config` is the wanted state;
-    operations change it. After `stop` nothing that it started is left."""
+    operations change it. After `stop` nothing of the deployment is left; when its process dies,
+    all workers are, for the next one to find."""
 
     def __init__(
-        self, config: Config, options: SlotOptions, model_path: Path | None = None
+        self,
+        config: Config,
+        options: SlotOptions,
+        model_path: Path | None = None,
+        wanted_file: WantedFile | None = None,
+        controller_id: str = "",
     ) -> None:
-        """`model_path`: of the weights, to know whether more workers fit on this machine."""
-        self.config = config
+        """`model_path`: of the weights, to know whether more workers fit on this machine.
+        `wanted_file`: where the wanted state is kept. If one with the same id has left something
+        there, this is the same controller come back: it goes by that, and not by `config`."""
         self.publisher = ViewPublisher()
         self.shutdown_requested = asyncio.Event()
+        self.stopped = asyncio.Event()
         self.address = ""
+        self._file = wanted_file
+        self._id = controller_id or uuid.uuid4().hex
+        self._left = wanted_file.load(self._id) if wanted_file is not None else None
+        self._config = self._left.config if self._left is not None else config
         self.operations = Operations(self, options.drain_grace_s, options.settle_s)
         self._options = options
         self._model_path = model_path
@@ -50,24 +69,56 @@ class Controller:
         self._server: Any = None
         self._loads = LoadWatch(self.publisher)
         self._autoscaling: asyncio.Task[None] | None = None
+        self._seeing_off: set[asyncio.Task[None]] = set()
+
+    @property
+    def has_come_back(self) -> bool:
+        """Whether it is one that has died, and goes on with what it has left."""
+        return self._left is not None
+
+    @property
+    def config(self) -> Config:
+        return self._config
+
+    @config.setter
+    def config(self, config: Config) -> None:
+        """Kept first: raises UnavailableError, and changes nothing, if it cannot be."""
+        self._keep(config)
+        self._config = config
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Binds the service, on a free port if it is 0, and begins to start all workers, at
-        once. Raises UnavailableError if it cannot be bound."""
-        self._server = make_server()
-        service = ClusterService(self)
-        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(service, self._server)
+        """Finds the workers that a controller before it has left, binds the service, on a free
+        port if it is 0, and begins to start all others at once. Raises UnavailableError if it
+        cannot be bound; then nothing has been changed, and it may be tried again. One that comes
+        back binds where it was before."""
+        if self._left is not None:
+            host, _, left_port = self._left.address.rpartition(":")
+            port = int(left_port)
+        lives = await find_lives(self._options.deployment)
+        if lives:  # a token of our own would keep us out
+            set_cluster_token(lives[0].settings.cluster_token)
+        server = make_server()
+        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(ClusterService(self), server)
         try:
-            self.address = f"{host}:{bind(self._server, f'{host}:{port}')}"
+            self.address = f"{host}:{bind(server, f'{host}:{port}')}"
         except RuntimeError as error:
             raise UnavailableError(f"the controller cannot bind {host}:{port}") from error
-        await self._server.start()
+        self._server = server
         self.config = resized(self.config, _first_sizes(self.config))
-        for pool in self.config.active_pools:
-            for _ in range(self.config.pools.named(pool).replicas):
-                self._add_slot(pool, self.config)
-        autoscaling = Autoscaling(self, self.operations, self._loads)
-        self._autoscaling = asyncio.create_task(autoscaling.run(), name="autoscaling")
+        for life in lives:
+            self._take_over(life)
+        if self._left is not None and self._left.is_ending:
+            self.shutdown_requested.set()
+        else:
+            for pool in self.config.active_pools:
+                for _ in range(self.config.pools.named(pool).replicas - len(self.workers(pool))):
+                    self._add_slot(pool, self.config)
+            if lives:
+                work = self.operations.reconcile(lambda text: logger.info("%s", text))
+                self.operations.begin("the return to what is wanted", work)
+            autoscaling = Autoscaling(self, self.operations, self._loads)
+            self._autoscaling = asyncio.create_task(autoscaling.run(), name="autoscaling")
+        await server.start()  # the first view has all that were found
 
     async def wait_ready(self) -> None:
         """Returns when every worker has been ready once. Raises as soon as one cannot: a wrong
@@ -88,6 +139,11 @@ class Controller:
 
     async def stop(self, grace_s: float) -> None:
         """Ends all workers together, within about `grace_s`, then the service. Idempotent."""
+        self.publisher.end()
+        with contextlib.suppress(UnavailableError):  # a full disk is no reason to go on
+            self._keep(self._config, is_ending=True)
+        for task in self._seeing_off:
+            task.cancel()
         if self._autoscaling is not None:
             self._autoscaling.cancel()
             await asyncio.gather(self._autoscaling, return_exceptions=True)
@@ -96,9 +152,36 @@ class Controller:
         slots = [*self._slots.values(), *self._leaving.values()]
         self._slots, self._leaving = {}, {}
         await asyncio.gather(*(slot.stop(grace_s) for slot in slots), return_exceptions=True)
+        if not self.stopped.is_set():
+            await end_lives(self._options.deployment)  # what a slot may have lost sight of
+        self.stopped.set()
         if self._server is not None:
-            await self._server.stop(None)
+            await self._server.stop(_LAST_WORDS_S)
             self._server = None
+
+    def _keep(self, config: Config, is_ending: bool = False) -> None:
+        if self._file is not None:
+            self._file.save(Wanted(self._id, config, self.address, is_ending))
+
+    def _take_over(self, life: Life) -> None:
+        """A worker that was found. One that was drained, or whose pool is not used any more, goes
+        when what runs there has ended."""
+        settings, pool = life.settings, life.settings.role.value
+        bundle = self._bundle(pool, settings.config)
+        slot = WorkerSlot(settings, bundle, self.publisher, self._options, life=life)
+        if life.is_draining or pool not in self.config.active_pools:
+            logger.info("found %s, which goes", slot.id)
+            self._leaving[slot.id] = slot
+            task = asyncio.create_task(self._see_off(slot), name=f"see off {slot.id}")
+            self._seeing_off.add(task)
+            task.add_done_callback(self._seeing_off.discard)
+        else:
+            logger.info("found %s again", slot.id)
+            self._slots[slot.id] = slot
+
+    async def _see_off(self, slot: WorkerSlot) -> None:
+        await asyncio.wait([slot.first_ready])
+        await self.remove(slot, self._options.drain_grace_s)
 
     # ------------------------------------------------------------ the fleet
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
-from cluster.changes import Change, ChangeKind, as_yaml
+from cluster.changes import Change, ChangeKind, as_yaml, changes_between
 from cluster.worker_slot import WorkerSlot
 from core.config import Config, PoolConfig
 from core.errors import (
@@ -171,6 +171,21 @@ class Operations:
             ) from error
         self._fleet.config = config
 
+    async def reconcile(self, say: Say) -> None:
+        """Of a controller that has found workers again: takes away those that are too many, and
+        replaces those that are not as wanted. One that cannot be replaced stays."""
+        config = self._fleet.config
+        for pool in config.active_pools:
+            surplus = len(self._fleet.workers(pool)) - self._pool(pool).replicas
+            stale = [s for s in self._fleet.workers(pool) if _is_stale(s, config)]
+            leaving = await least_missed(stale, min(surplus, len(stale)))
+            await asyncio.gather(*(self._remove(slot, say) for slot in leaving))
+            if surplus > len(leaving):
+                await self.scale({pool: self._pool(pool).replicas}, say)
+            for slot in stale:
+                if slot in self._fleet.workers(pool):
+                    await self._replace(slot, config, say, [])
+
     # ------------------------------------------------------------ steps
 
     async def _replace(
@@ -261,6 +276,15 @@ def resized(config: Config, replicas: Mapping[str, int]) -> Config:
     for pool, count in replicas.items():
         data["pools"][pool]["replicas"] = count
     return Config.model_validate(data)
+
+
+def _is_stale(slot: WorkerSlot, config: Config) -> bool:
+    """Whether the worker was started with what would not be its settings now."""
+    return any(
+        change.kind is ChangeKind.RESTART or slot.pool in change.pools
+        for change in changes_between(slot.settings.config, config)
+        if change.kind is not ChangeKind.SCALE
+    )
 
 
 def _note_end(task: asyncio.Task[None]) -> None:

@@ -27,21 +27,30 @@ async def reserved(
 ) -> AsyncIterator[PlacementGroup]:
     """Holds the resources of one worker on one node, a bundle for each of its ranks, and gives
     them back on the way out, which ends every process that runs on them. `labels`: of the node, in
-    Ray's words. Raises PlacementError after `timeout_s`."""
+    Ray's words. Raises PlacementError after `timeout_s`. When this process dies the reservation
+    stays, by its name."""
     group = await asyncio.to_thread(
         placement_group,
         [bundle] * num_ranks,
         strategy="STRICT_PACK",
         name=name,
+        lifetime="detached",
         bundle_label_selector=[dict(labels or {})] * num_ranks,
     )
-    try:
+    async with held(group):
         deadline = time.monotonic() + timeout_s
         while not await asyncio.to_thread(group.wait, 1):
             if time.monotonic() >= deadline:
                 raise PlacementError(
                     await asyncio.to_thread(_shortage, bundle, num_ranks, timeout_s, labels)
                 )
+        yield group
+
+
+@asynccontextmanager
+async def held(group: PlacementGroup) -> AsyncIterator[PlacementGroup]:
+    """A reservation that exists, until it is given back on the way out."""
+    try:
         yield group
     finally:
         await asyncio.to_thread(remove_placement_group, group)

@@ -29,9 +29,9 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 import ray  # noqa: E402
 
 from cluster.backoff import Backoff  # noqa: E402
+from cluster.lives import NAMESPACE  # noqa: E402
 from cluster.process_tree import ProcessId, adopt_orphans, descendants, end_all, identify, name_of  # noqa: E402
 from cluster.sizing import LOCAL_CPU, bundle_for, local_bundle  # noqa: E402
-from cluster.worker_slot import NAMESPACE  # noqa: E402
 from core.config import Config  # noqa: E402
 from core.errors import ConfigError, PdserveError, UnavailableError  # noqa: E402
 
@@ -102,6 +102,12 @@ class RaySession:
             )
         self.find_head()
         return "Ray's head is back"
+
+    def leave(self) -> None:
+        """Disconnects from another's cluster, if it is one: it is not needed any more, and its
+        loss would end this process. What is detached there goes on."""
+        if self.temp_dir is None:
+            ray.shutdown()
 
     def end(self) -> None:
         """Ends a local Ray, by its own means if it still has its head. Afterwards none of its
@@ -187,8 +193,9 @@ def _bundles(config: Config) -> list[dict[str, float]]:
 
 
 def _cpus_needed(config: Config) -> int:
-    """As many processes are started ahead of the workers that will live in them."""
-    return max(1, math.ceil(sum(bundle.get("CPU", 0) for bundle in _bundles(config))))
+    """As many processes are started ahead of the controller and the workers that will live in
+    them."""
+    return 1 + math.ceil(sum(bundle.get("CPU", 0) for bundle in _bundles(config)))
 
 
 def _refuse_impossible(config: Config) -> None:

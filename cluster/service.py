@@ -10,7 +10,7 @@ from cluster.changes import Change, ChangeKind, as_yaml, changes_between
 from cluster.operations import Operations, Say
 from cluster.view import ViewPublisher
 from core.config import Config, parse_config
-from core.errors import ConfigError, RequestError
+from core.errors import ConfigError, PdserveError, RequestError
 from rpc import cluster_pb2 as pb
 from rpc import cluster_pb2_grpc
 from rpc.status import translated_errors
@@ -26,12 +26,15 @@ class Controlled(Protocol):
     config: Config
     publisher: ViewPublisher
     shutdown_requested: asyncio.Event
+    stopped: asyncio.Event
     operations: Operations
+
+    async def wait_ready(self) -> None: ...
 
 
 class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
-    """Watch for routers, the rest for people. Shutdown only asks: the owner of the controller
-    stops everything, and the caller waits for its process to end."""
+    """Watch for routers, the rest for people. Shutdown asks the owner of the controller, and is
+    answered when all workers are gone."""
 
     def __init__(self, controller: Controlled) -> None:
         self._controller = controller
@@ -47,8 +50,19 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     async def Shutdown(
         self, request: pb.ShutdownRequest, context: grpc.aio.ServicerContext
     ) -> pb.ShutdownResponse:
+        self._controller.publisher.end()
         self._controller.shutdown_requested.set()
+        await self._controller.stopped.wait()
         return pb.ShutdownResponse()
+
+    async def WaitReady(
+        self, request: pb.WaitReadyRequest, context: grpc.aio.ServicerContext
+    ) -> pb.WaitReadyResponse:
+        try:
+            await self._controller.wait_ready()
+        except PdserveError as error:
+            return pb.WaitReadyResponse(error=error.message)
+        return pb.WaitReadyResponse()
 
     async def Apply(
         self, request: pb.ApplyRequest, context: grpc.aio.ServicerContext

@@ -15,7 +15,7 @@ from core.model_files import resolve_model
 GIB = 1 << 30
 WORKER_OVERHEAD_BYTES = 600 << 20  # interpreter, torch, activations; measured 450 to 600 MB
 LOCAL_CPU = "pdserve_cpu"
-RAY_OVERHEAD_BYTES = 600 << 20  # Ray's own processes of a local cluster; measured 550 MB
+RAY_OVERHEAD_BYTES = 700 << 20  # Ray's own processes of a local cluster, and the controller
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ class ViewPublisher:
         self._entries: dict[str, pb.WorkerEntry] = {}
         self._version = time.time_ns() // 1_000_000
         self._changed = asyncio.Event()
+        self._is_ending = False
 
     def publish(self, entry: pb.WorkerEntry) -> None:
         """Sets a worker's entry; one that equals the present one is no change."""
@@ -29,8 +30,18 @@ class ViewPublisher:
         if self._entries.pop(worker_id, None) is not None:
             self._wake()
 
+    def end(self) -> None:
+        """From now on the view says that the deployment ends."""
+        if not self._is_ending:
+            self._is_ending = True
+            self._wake()
+
     def view(self) -> pb.ClusterView:
-        return pb.ClusterView(version=self._version, workers=list(self._entries.values()))
+        return pb.ClusterView(
+            version=self._version,
+            workers=list(self._entries.values()),
+            is_ending=self._is_ending,
+        )
 
     async def watch(self) -> AsyncIterator[pb.ClusterView]:
         """The present view at once, then the newest after every change and every 5 s."""

@@ -1,18 +1,15 @@
 """The Ray actor around one worker. It runs in the worker's own process."""
 
 import asyncio
-import contextlib
 import importlib
 import logging
 import os
 import socket
-import sys
-import threading
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cluster.actor_process import end_with_raylet, log_to
 from core.errors import ConfigError, ModelError
 from core.logs import use_format
 from core.types import Role
@@ -29,7 +26,6 @@ WORKER_CLASSES = {
 }
 # After a crash of the engine the actor lives this long, for its owner to read why.
 _LAST_WORDS_S = 5.0
-_PARENT_CHECK_S = 1.0
 _ANSWER_S = 0.1
 FOLLOWER_CLASS = "worker.follower:FollowerWorker"
 
@@ -44,28 +40,55 @@ class StartOutcome:
     is_permanent: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a controller that has come back asks for."""
+
+    settings: WorkerSettings | None  # of the start; None if it has not begun
+    info: bytes  # a serialized WorkerInfo, as it is now; b"" before it is ready
+    is_draining: bool
+
+
 class WorkerActor:
     """Owns one worker from start to stop; never restarted in place, so one process is one
-    incarnation. Every method runs on one asyncio loop; the worker keeps long work off it."""
+    incarnation. It outlives the controller that started it, and serves on without one. Every
+    method runs on one asyncio loop; the worker keeps long work off it."""
 
     def __init__(self, worker_class: str, log_path: str | None) -> None:
         self._worker_class = worker_class
         self._worker: Any = None
         self._progress = "starting its process"
         self._rendezvous: socket.socket | None = None
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        self._settings: WorkerSettings | None = None
+        self._starting: asyncio.Task[StartOutcome] | None = None
+        self._is_draining = False
+        end_with_raylet()
         if log_path is not None:
-            _log_to(Path(log_path))
+            log_to(Path(log_path))
+
+    async def describe(self) -> Description:
+        """What this is, for a controller that has not started it."""
+        return Description(self._settings, self._info(), self._is_draining)
 
     async def open_rendezvous(self, host: str) -> str:
         """Of rank 0 of several: the address where they will meet, on a free port. `host` is as in
-        the settings of `start`, which comes next."""
+        the settings of `start`, which comes next; "" if it has come already."""
+        if self._starting is not None:
+            return ""
         self._rendezvous = socket.create_server((host or _node_address(), 0))
         address = self._rendezvous.getsockname()
         return f"{address[0]}:{address[1]}"
 
     async def start(self, settings: WorkerSettings) -> StartOutcome:
-        """Builds and starts the worker. `settings.host` "" stands for this node's address."""
+        """Builds and starts the worker. `settings.host` "" stands for this node's address. Asked
+        again, by a controller that has come back, it answers for the one start."""
+        if self._starting is None:
+            self._settings = settings
+            self._starting = asyncio.create_task(self._start(settings), name="start")
+        outcome = await asyncio.shield(self._starting)
+        return outcome if outcome.error else StartOutcome(info=self._info())
+
+    async def _start(self, settings: WorkerSettings) -> StartOutcome:
         # Ray sets 1. Read by OpenMP when torch is imported, which has not happened yet.
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
         # Between two steps its threads would spin for milliseconds, on cores that others need.
@@ -84,7 +107,7 @@ class WorkerActor:
             worker = getattr(importlib.import_module(module), name)(settings)
             await worker.start(self._report)
             self._worker = worker
-            return StartOutcome(info=worker.info.SerializeToString())
+            return StartOutcome()
         except (ConfigError, ModelError) as error:
             logger.error("cannot start: %s", error)
             return StartOutcome(error=str(error), is_permanent=True)
@@ -110,6 +133,7 @@ class WorkerActor:
     async def drain(self, grace_s: float) -> bool:
         """Takes nothing new. Returns True as soon as nothing runs here any more, False when the
         grace has run out before that."""
+        self._is_draining = True
         return self._worker is None or await self._worker.drain(grace_s)
 
     async def num_requests(self) -> int:
@@ -124,6 +148,9 @@ class WorkerActor:
         logger.info("stopped")
         asyncio.get_running_loop().call_later(_ANSWER_S, os._exit, 0)
 
+    def _info(self) -> bytes:
+        return b"" if self._worker is None else bytes(self._worker.info.SerializeToString())
+
     def _report(self, what: str) -> None:
         self._progress = what
         logger.info("%s", what)
@@ -134,30 +161,3 @@ def _node_address() -> str:
 
     address: str = ray.util.get_node_ip_address()
     return address
-
-
-def _end_with(parent_pid: int) -> None:
-    """Ends this process soon after its raylet has died. Ray does so too, but may take a minute,
-    in which the memory is missing and a second deployment meets the first."""
-    while os.getppid() == parent_pid:
-        time.sleep(_PARENT_CHECK_S)
-    os._exit(1)
-
-
-def _log_to(path: Path) -> None:
-    """Sends logging, prints and the last words of native code to one file, by name of the worker
-    instead of Ray's by number. Earlier lives of the worker stay above in the same file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=os.fdopen(2, "w", buffering=1, closefd=False),
-        force=True,
-    )

@@ -3,7 +3,8 @@
     waiting for resources -> starting -> ready -> died -> pause -> waiting for resources ...
 
 Every life is a fresh actor in a fresh placement group, with a fresh incarnation; a tensor-parallel
-worker has one actor for each rank, and all of them live and die together.
+worker has one actor for each rank, and all of them live and die together. A slot of a controller
+that has come back begins with the life that it has found.
 """
 
 import asyncio
@@ -18,7 +19,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.backoff import Backoff
-from cluster.placement import PlacementError, actor_options, reserved
+from cluster.lives import NAMESPACE, Life, new_life_name
+from cluster.placement import PlacementError, actor_options, held, reserved
 from cluster.view import ViewPublisher
 from cluster.worker_actor import FOLLOWER_CLASS, WORKER_CLASSES, StartOutcome, WorkerActor
 from core.config import PoolConfig
@@ -31,7 +33,6 @@ from rpc import worker_pb2 as worker_pb
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = "pdserve"
 _PROGRESS_EVERY_S = 0.3
 _CALL_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 2.0  # of rank 0 when another rank has died
@@ -66,8 +67,10 @@ class WorkerSlot:
         publisher: ViewPublisher,
         options: SlotOptions,
         is_trial: bool = False,
+        life: Life | None = None,
     ) -> None:
-        """`is_trial`: the first death before it was ready is the answer; nobody waits for more."""
+        """`is_trial`: the first death before it was ready is the answer; nobody waits for more.
+        `life`: one that was found, to begin with."""
         self.settings = settings
         self.pool = settings.role.value
         self._is_trial = is_trial
@@ -77,14 +80,20 @@ class WorkerSlot:
         self._publisher = publisher
         self._options = options
         self._backoff = replace(options.backoff)
-        self._actors: list[Any] = []  # by rank; the first one is the worker to everybody else
+        self._found = life
+        # By rank; the first one is the worker to everybody else.
+        self._actors: list[Any] = life.actors if life is not None else []
         self._ready_at: float | None = None
         self._is_stopping = False
         self._life_over = asyncio.Event()
         self._entry = pb.WorkerEntry(
             id=settings.worker_id, role=codec.role_to_pb(settings.role), host=settings.host
         )
-        self._publish(WorkerState.STARTING, "waiting for resources")
+        if life is not None and life.info:
+            self._know(worker_pb.WorkerInfo.FromString(life.info))
+            self._publish(WorkerState.READY)
+        else:
+            self._publish(WorkerState.STARTING, "waiting for resources")
         self._task = asyncio.create_task(self._run(), name=f"slot {settings.worker_id}")
 
     @property
@@ -163,18 +172,23 @@ class WorkerSlot:
 
     async def _live(self) -> PdserveError:
         """One life, from reservation to death. Returns what ended it."""
-        worker_id = self.settings.worker_id
-        self._forget_life()
+        worker_id, ranks = self.settings.worker_id, range(self.settings.num_ranks)
         self._life_over.clear()
-        self._publish(WorkerState.STARTING, "waiting for resources")
-        name = f"pdserve:{self._options.deployment}:{worker_id}"
-        ranks = range(self.settings.num_ranks)
-        patience_s, wishes = self._options.placement_timeout_s, self._wishes
+        found, self._found = self._found, None
+        if found is not None:
+            reservation = held(found.group)
+        else:
+            self._forget_life()
+            self._publish(WorkerState.STARTING, "waiting for resources")
+            name = new_life_name(self._options.deployment, worker_id)
+            patience_s, labels = self._options.placement_timeout_s, self._wishes.label_selector
+            reservation = reserved(self._bundle, len(ranks), name, patience_s, labels)
         try:
-            async with reserved(
-                self._bundle, len(ranks), name, patience_s, wishes.label_selector
-            ) as group:
-                self._actors = [self._create_actor(name, group, rank) for rank in ranks]
+            async with reservation as group:
+                if found is None:  # in threads: the loop has other workers to care for
+                    create = self._create_actor
+                    made = [await asyncio.to_thread(create, name, group, rank) for rank in ranks]
+                    self._actors = made
                 try:
                     await self._start()
                     return EngineError(await _first_death(self._actors))
@@ -203,6 +217,7 @@ class WorkerSlot:
             .options(
                 name=name,
                 namespace=NAMESPACE,
+                lifetime="detached",  # it goes on when the controller dies, and is found again
                 max_restarts=0,  # Ray would revive it without a new incarnation
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=rank
@@ -219,9 +234,7 @@ class WorkerSlot:
                 outcome = await self._start_ranks()
         except TimeoutError as error:
             raise DeadlineError(f"not ready after {self._options.start_timeout_s:g} s") from error
-        info = worker_pb.WorkerInfo.FromString(outcome.info)
-        self._entry.host, self._entry.pid = info.host, info.pid
-        self._entry.address, self._entry.incarnation = info.address, info.incarnation
+        self._know(worker_pb.WorkerInfo.FromString(outcome.info))
         self._ready_at = time.monotonic()
         self._publish(WorkerState.READY)
         if not self.first_ready.done():
@@ -247,7 +260,8 @@ class WorkerSlot:
                     start.result()
                 if not pending:
                     return starts[0].result()
-                self._publish(WorkerState.STARTING, await leader.progress.remote())
+                if not self.is_ready:  # one that was found may be
+                    self._publish(WorkerState.STARTING, await leader.progress.remote())
         except (EngineError, ray.exceptions.RayError):
             # The others lose this rank, or have been lost; one of them may know better why.
             await asyncio.wait(starts, timeout=_LAST_WORDS_S)
@@ -261,6 +275,10 @@ class WorkerSlot:
             await asyncio.gather(*starts, return_exceptions=True)
 
     # ------------------------------------------------------------ the view
+
+    def _know(self, info: worker_pb.WorkerInfo) -> None:
+        self._entry.host, self._entry.pid = info.host, info.pid
+        self._entry.address, self._entry.incarnation = info.address, info.incarnation
 
     def _forget_life(self) -> None:
         for name in ("pid", "address", "incarnation"):

@@ -44,6 +44,11 @@ class ClusterServiceStub:
                 request_serializer=rpc_dot_cluster__pb2.ShutdownRequest.SerializeToString,
                 response_deserializer=rpc_dot_cluster__pb2.ShutdownResponse.FromString,
                 _registered_method=True)
+        self.WaitReady = channel.unary_unary(
+                '/pdserve.worker.v1.ClusterService/WaitReady',
+                request_serializer=rpc_dot_cluster__pb2.WaitReadyRequest.SerializeToString,
+                response_deserializer=rpc_dot_cluster__pb2.WaitReadyResponse.FromString,
+                _registered_method=True)
         self.Apply = channel.unary_stream(
                 '/pdserve.worker.v1.ClusterService/Apply',
                 request_serializer=rpc_dot_cluster__pb2.ApplyRequest.SerializeToString,
@@ -77,7 +82,14 @@ class ClusterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Shutdown(self, request, context):
-        """Stop everything that this controller started.
+        """Stop all workers, and the controller after them. Answered when they are gone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WaitReady(self, request, context):
+        """Answered when every worker has been ready once, or as soon as one cannot be.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,6 +138,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.Shutdown,
                     request_deserializer=rpc_dot_cluster__pb2.ShutdownRequest.FromString,
                     response_serializer=rpc_dot_cluster__pb2.ShutdownResponse.SerializeToString,
+            ),
+            'WaitReady': grpc.unary_unary_rpc_method_handler(
+                    servicer.WaitReady,
+                    request_deserializer=rpc_dot_cluster__pb2.WaitReadyRequest.FromString,
+                    response_serializer=rpc_dot_cluster__pb2.WaitReadyResponse.SerializeToString,
             ),
             'Apply': grpc.unary_stream_rpc_method_handler(
                     servicer.Apply,
@@ -202,6 +219,33 @@ class ClusterService:
             '/pdserve.worker.v1.ClusterService/Shutdown',
             rpc_dot_cluster__pb2.ShutdownRequest.SerializeToString,
             rpc_dot_cluster__pb2.ShutdownResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WaitReady(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.worker.v1.ClusterService/WaitReady',
+            rpc_dot_cluster__pb2.WaitReadyRequest.SerializeToString,
+            rpc_dot_cluster__pb2.WaitReadyResponse.FromString,
             options,
             channel_credentials,
             insecure,

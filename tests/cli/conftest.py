@@ -77,7 +77,7 @@ def start_up(tmp_path: Path, config_file: Path) -> Iterator[Callable]:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         )
         started.append(process)
         return process

@@ -17,7 +17,7 @@ def shared_memory() -> set[str]:
 def ray_running() -> Iterator[None]:
     """One Ray for these tests. On the way out it must leave no process and no shared memory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         children = set(psutil.Process().children(recursive=True))
         shm = shared_memory()
         with ray_session(parse_config("model: none\npools: {prefill: {replicas: 2}}")):

@@ -34,13 +34,20 @@ async def test_one_prefill_and_one_decode_worker_are_published(ray_running, tmp_
                 assert all(w.incarnation and w.address and psutil.pid_exists(w.pid)
                            for w in view.workers)  # fmt: skip
             assert not controller.shutdown_requested.is_set()
-            await stub.Shutdown(cluster_pb2.ShutdownRequest())
-            assert controller.shutdown_requested.is_set()
+            shutdown = asyncio.create_task(_answer(stub.Shutdown(cluster_pb2.ShutdownRequest())))
+            await controller.shutdown_requested.wait()
+            assert (await views[0].read()).is_ending
+            assert not shutdown.done()
+            await controller.stop(grace_s=1.0)
+            await shutdown
         pids = [worker.pid for worker in view.workers]
-        await controller.stop(grace_s=1.0)
         assert not controller.publisher.view().workers
         await gone(pids)
     assert "hello from prefill-0" in (tmp_path / "prefill-0.log").read_text()
+
+
+async def _answer(call):
+    return await call
 
 
 async def gone(pids: list[int]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from support.live import Live, wait_until
@@ -155,6 +156,29 @@ def test_kill_decode_in_mid_stream(live: Callable[[str], Live], kind: str) -> No
     assert stream.ids == greedy(prompt, 120)
     wait_replaced(cluster, victim)
     cluster.wait_idle()
+
+
+@pytest.mark.parametrize("kind", ["nixl"])
+def test_kill_the_controller_in_mid_stream(live: Callable[[str], Live], kind: str) -> None:
+    """Nobody but the controller notices, and it comes back to the same workers."""
+    cluster = live(kind)
+    lives = {w["id"]: (w["pid"], w["incarnation"]) for w in cluster.workers()}
+    prompt = long_prompt(8, 40)
+    stream = Stream(cluster, prompt, 120)
+    wait_until(lambda: len(stream.ids) >= 5, 30)
+    (controller,) = [
+        process
+        for process in psutil.Process(cluster.process.pid).children(recursive=True)
+        if process.name().startswith("ray::ControllerA")
+    ]
+    controller.kill()
+    assert stream.outcome() == "complete"
+    assert stream.ids == greedy(prompt, 120)
+    wait_until(lambda: "the controller is back" in cluster.log.read_text(), 60)
+    assert {w["id"]: (w["pid"], w["incarnation"]) for w in cluster.workers()} == lives
+    kill(cluster.workers("prefill")[0])  # it watches over them again
+    wait_until(lambda: {w["pid"] for w in cluster.workers()} != {pid for pid, _ in lives.values()})
+    cluster.wait_ready()
 
 
 @pytest.mark.parametrize("kind", ["nixl"])
