@@ -183,11 +183,12 @@ async def test_a_rollout_that_was_cut_short_is_taken_back(ray_running, tmp_path)
         applying = asyncio.create_task(
             said(deployment.stub.Apply(pb.ApplyRequest(config_yaml=text)))
         )
-        await deployment.all_ready(4)  # prefill-2 is on trial
+        await deployment.all_ready(4)  # decode-1 is on trial
         await deployment.killed()
         with pytest.raises(UnavailableError):
             await applying
-        assert await deployment.view_where(lambda w: "prefill-2" not in w) == before
+        after = await deployment.view_where(lambda w: "decode-1" not in w)
+        assert after == before
 
 
 async def test_a_worker_that_drains_goes_on_draining(ray_running, tmp_path):
