@@ -57,8 +57,9 @@ def new_life_name(deployment: str, worker_id: str) -> str:
 
 
 async def find_lives(deployment: str) -> list[Life]:
-    """Those that go on without a controller, one for each worker id. What is there besides is
-    ended: groups whose actor has died, actors that do not answer or were not started yet."""
+    """Those that go on without a controller, one for each worker id, by their numbers. What is
+    there besides is ended: groups whose actor has died, actors that do not answer or were not
+    started yet."""
     remains = await asyncio.to_thread(_look, deployment)
     found = dict(zip(remains, await asyncio.gather(*map(_whole, remains.values())), strict=True))
     lives: dict[str, Life] = {}
@@ -67,7 +68,7 @@ async def find_lives(deployment: str) -> list[Life]:
             continue
         logger.info("removing what is left of %s", name)
         await asyncio.to_thread(_end, remains[name])
-    return list(lives.values())
+    return [lives[name] for name in sorted(lives, key=lambda name: (len(name), name))]
 
 
 async def end_lives(deployment: str) -> None:

@@ -13,17 +13,23 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
+def living_children() -> list[psutil.Process]:
+    """Without orphans that this process has adopted after their death."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+
+
 @pytest.fixture(scope="package")
 def ray_running() -> Iterator[None]:
     """One Ray for these tests. On the way out it must leave no process and no shared memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        children = set(psutil.Process().children(recursive=True))
+        children = set(living_children())
         shm = shared_memory()
         with ray_session(parse_config("model: none\npools: {prefill: {replicas: 2}}")):
-            assert set(psutil.Process().children(recursive=True)) - children
+            assert set(living_children()) - children
             yield
-        left = set(psutil.Process().children(recursive=True)) - children
+        left = set(living_children()) - children
         assert not left, f"processes left behind: {left}"
         assert shared_memory() <= shm
 
