@@ -45,6 +45,10 @@ def is_worker(process: psutil.Process) -> bool:
     return process.name().startswith("ray::WorkerA")
 
 
+def is_controller(process: psutil.Process) -> bool:
+    return process.name().startswith("ray::ControllerA")
+
+
 def assert_nothing_left(processes: list[psutil.Process], shm: set[str]) -> None:
     left = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert not left
@@ -144,11 +148,11 @@ def test_a_router_that_refuses_is_one_line_with_its_own_words(start_up, config_f
     assert stderr == "pdserve: error: router: this name is refused\n"
 
 
-def test_sigkill_takes_router_and_workers_along(start_up, pdserve):
+def test_sigkill_takes_router_controller_and_workers_along(start_up, pdserve):
     process = start_up()
     read_until(process, "Ctrl-C stops it")
-    ours = [p for p in family(process) if is_router(p) or is_worker(p)]
-    assert len(ours) == 3
+    ours = [p for p in family(process) if is_router(p) or is_worker(p) or is_controller(p)]
+    assert len(ours) == 4
     process.kill()
     _, alive = psutil.wait_procs(ours, timeout=PATIENCE_S)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
