@@ -16,6 +16,7 @@ from cluster.wanted import WantedFile
 from cluster.worker_slot import SlotOptions
 from core.config import Config
 from core.errors import PdserveError, UnavailableError
+from core.logs import use_format
 from rpc.cluster_token import cluster_token, set_cluster_token
 from rpc.tls import use_internal_tls
 
@@ -66,6 +67,7 @@ class ControllerActor:
         if not self._controller.has_come_back:
             keep_old_logs(spec.log_dir)
         log_to(spec.log_dir / "controller.log")
+        use_format(spec.config.log_format)
         logger.info("the controller begins (pid %s)", os.getpid())
         try:
             use_internal_tls(spec.config)
