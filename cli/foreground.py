@@ -158,7 +158,10 @@ class Foreground:
             if not stopping.done() and self._ray.lost:
                 self._abandon_ray(was_asked=self._stop_asked.is_set())
         if not stopping.result() and self._config.ray.address is not None:
-            raise UnavailableError("the controller does not answer; `pdserve down` ends the rest")
+            raise UnavailableError(
+                "not all has ended: the controller does not answer, or waits for Ray's head; "
+                "`pdserve down` ends the rest"
+            )
 
     def _abandon_ray(self, was_asked: bool) -> NoReturn:
         """The end without Ray's head. A signal to the whole process group ends both together."""
@@ -168,8 +171,7 @@ class Foreground:
         else:
             what = self._ray.lost or "head"
             print(f"pdserve: error: Ray's {what} is gone; all is stopped", file=sys.stderr)
-        if self._config.ray.address is None:  # another's may be waited for a week
-            self._ray.end()
+        self._ray.end()
         for stream in (sys.stdout, sys.stderr, self._reporter.console.file):
             with contextlib.suppress(OSError):
                 stream.flush()
