@@ -1,10 +1,13 @@
 """One timeline per request: complete, bounded, and found by both of its ids."""
 
 import asyncio
+import json
+import logging
 
 import pytest
 
 from core.errors import UnavailableError
+from core.logs import formatter
 from router.timeline import MAX_TOKEN_TIMES, Timeline, Timelines
 from router.timeline_view import timeline_view
 from rpc import worker_pb2
@@ -203,3 +206,23 @@ def test_memory_is_bounded() -> None:
     assert len(timelines.events.since(0)) == 512
     assert [e["id"] for e in timelines.events.since(598)] == ["598", "599"]
     assert timeline_view(again)["sequences"] == []
+
+
+async def test_a_request_leaves_one_line_in_the_log_with_its_ids(
+    router: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a collector joins by: the client's own id, in JSON fields and in the words."""
+    with caplog.at_level(logging.INFO, "router.timeline"):
+        response = await router.http.post(
+            "/v1/completions",
+            json={"model": "fake", "prompt": "hello world", "max_tokens": 5},
+            headers={"x-request-id": "mine"},
+        )
+    (record,) = [r for r in caplog.records if r.name == "router.timeline"]
+    assert record.getMessage().startswith("request mine: ok, 11 + 5 tokens in ")
+    line = json.loads(formatter("json").format(record))
+    assert line["response_id"] == response.json()["id"]
+    assert (line["request_id"], line["outcome"], line["num_attempts"]) == ("mine", "ok", 1)
+    assert (line["num_prompt_tokens"], line["num_tokens"]) == (11, 5)
+    assert 0 < line["ttft_seconds"] <= line["seconds"]
+    assert "hello" not in formatter("json").format(record)
