@@ -156,7 +156,7 @@ inline void plain_part(const uint16_t* x, long x_stride, const uint16_t* tile, l
     for (long i = 0; i < inputs; i += 2, tile += 2 * TILE, next += 64 * LINES) {
         __m512i weights[VECTORS];
         for (int v = 0; v < VECTORS; v++) weights[v] = _mm512_loadu_si512(tile + 32 * v);
-        for (int l = 0; l < LINES; l++) _mm_prefetch(next + 64 * l, _MM_HINT_T0);
+        for (int l = 0; l < LINES; l++) _mm_prefetch(next + 64 * l, _MM_HINT_T1);
         for (int r = 0; r < ROWS; r++) {
             __m512i both = broadcast_pair(x + r * x_stride + i);
             for (int v = 0; v < VECTORS; v++)
@@ -208,7 +208,6 @@ struct Linear {
     long inputs, outputs;
 };
 
-constexpr long PART = 64;  // inputs whose weights stay in the first cache over all rows
 constexpr int GROUP_ROWS = 4;
 
 // Less than GROUP_ROWS rows.
@@ -220,24 +219,20 @@ void rest(const uint16_t* x, long x_stride, const uint16_t* tile, long inputs, l
     if (rows == 3) plain_part<3, VECTORS, 0>(x, x_stride, tile, inputs, nullptr, sums);
 }
 
-// While one part is multiplied with row after row, the next is on its way: each group of rows
-// fetches a share of it.
+// While one tile is multiplied with row after row, out of the second cache, the next is on its way
+// to there: each group of rows fetches a share of it.
 template <int VECTORS, int LINES>
 void plain_sums(const Linear& w, const uint16_t* tile, const uint16_t* x, long rows, float* sums) {
-    for (long i = 0; i < w.inputs; i += PART) {
-        long size = w.inputs - i < PART ? w.inputs - i : PART;
-        const uint16_t *from = x + i, *weights = tile + i * TILE;
-        auto next = reinterpret_cast<const char*>(weights + PART * TILE);
-        long r = 0;
-        for (; r + GROUP_ROWS <= rows; r += GROUP_ROWS, next += size / 2 * 64 * LINES)
-            if (r < 4 / LINES * GROUP_ROWS)
-                plain_part<GROUP_ROWS, VECTORS, LINES>(from + r * w.inputs, w.inputs, weights, size,
-                                                       next, sums + r * TILE);
-            else
-                plain_part<GROUP_ROWS, VECTORS, 0>(from + r * w.inputs, w.inputs, weights, size,
-                                                   next, sums + r * TILE);
-        rest<VECTORS>(from + r * w.inputs, w.inputs, weights, size, rows - r, sums + r * TILE);
-    }
+    auto next = reinterpret_cast<const char*>(tile + w.inputs * TILE);
+    long r = 0;
+    for (; r + GROUP_ROWS <= rows; r += GROUP_ROWS, next += w.inputs / 2 * 64 * LINES)
+        if (r < 4 / LINES * GROUP_ROWS)
+            plain_part<GROUP_ROWS, VECTORS, LINES>(x + r * w.inputs, w.inputs, tile, w.inputs, next,
+                                                   sums + r * TILE);
+        else
+            plain_part<GROUP_ROWS, VECTORS, 0>(x + r * w.inputs, w.inputs, tile, w.inputs, next,
+                                               sums + r * TILE);
+    rest<VECTORS>(x + r * w.inputs, w.inputs, tile, w.inputs, rows - r, sums + r * TILE);
 }
 
 template <int VECTORS>
@@ -260,16 +255,16 @@ void quantised_sums(const Linear& w, long channel, const uint16_t* x, long rows,
     long tile = channel / TILE * TILE;
     int first_vector = channel % TILE / 16;
     Weights weights(w.tiles, w.scales, tile, w.inputs);
+    auto some = [&](auto part, long r) {
+        part(weights, x + r * w.inputs, w.inputs, first_vector, 0, w.inputs / GROUP,
+             sums + r * TILE);
+    };
     long r = 0;
-    for (; r + 8 <= rows; r += 8)
-        quantised_part<Weights, 8, VECTORS>(weights, x + r * w.inputs, w.inputs, first_vector, 0,
-                                            w.inputs / GROUP, sums + r * TILE);
-    for (; r + 4 <= rows; r += 4)
-        quantised_part<Weights, 4, VECTORS>(weights, x + r * w.inputs, w.inputs, first_vector, 0,
-                                            w.inputs / GROUP, sums + r * TILE);
-    for (; r < rows; r++)
-        quantised_part<Weights, 1, VECTORS>(weights, x + r * w.inputs, w.inputs, first_vector, 0,
-                                            w.inputs / GROUP, sums + r * TILE);
+    for (; r + 8 <= rows; r += 8) some(quantised_part<Weights, 8, VECTORS>, r);
+    for (; r + 4 <= rows; r += 4) some(quantised_part<Weights, 4, VECTORS>, r);
+    if (rows - r == 3) some(quantised_part<Weights, 3, VECTORS>, r);
+    if (rows - r == 2) some(quantised_part<Weights, 2, VECTORS>, r);
+    if (rows - r == 1) some(quantised_part<Weights, 1, VECTORS>, r);
 }
 
 // Scales and bias, of the channels from `channel` on.
