@@ -11,7 +11,7 @@ Kind = Literal["line", "dots", "spans"]
 _MAX_POINTS = 400
 _MAX_SPANS = 400
 _NUM_WINDOWS = 60
-_LEAST_MS = 0.01  # nothing shorter can be drawn on a logarithmic axis
+_LEAST_MS = 1.0  # what is shorter came in one piece, and would stretch a logarithmic axis
 
 
 @dataclass(frozen=True, slots=True)
