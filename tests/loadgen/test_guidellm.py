@@ -6,8 +6,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,7 @@ def _start_guidellm(url: str, folder: Path, num_requests: int) -> subprocess.Pop
         return subprocess.Popen(
             [GUIDELLM, "run", *options, "--disable-progress"],
             stdout=log, stderr=log, env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
+            start_new_session=True,  # it has processes of its own
         )  # fmt: skip
 
 
@@ -88,7 +91,8 @@ def test_guidellm_measures_the_same(tmp_path: Path) -> None:
             ours = _bench(llm.url, tmp_path, num_requests)
             assert process.wait(120) == 0, (tmp_path / "guidellm.log").read_text()
         finally:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     (benchmark,) = json.loads((tmp_path / "guidellm.json").read_text())["benchmarks"]
     theirs = {name: value["successful"] for name, value in benchmark["metrics"].items()
