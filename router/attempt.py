@@ -136,6 +136,7 @@ class Attempt:
                 counted.enter_context(worker.expecting(self._block_names))
             queued = counted.enter_context(ExitStack())
             queued.enter_context((prefill or decode).prefilling(self._num_uncached))
+            is_first_seen = False
             steps = decode.steps
             # Scores come on the call, and before the tokens.
             if steps.stream_id and self._request.sampling.prompt_logprobs is None:
@@ -146,12 +147,17 @@ class Attempt:
                 if prefill is not None:
                     first = await self._first_token(prefill)
                     queued.close()
+                    is_first_seen = True
                     yield first
                     if first.finish_reason is not None:
                         return
                     self._prefill_rest = asyncio.ensure_future(self._hand_over(prefill))
-                async for batch in self._decoded(decode):
-                    queued.close()
+                by_steps = self._inbox is not None
+                decoded = self._decoded_by_steps if by_steps else self._decoded_by_call
+                async for batch in decoded(decode):
+                    if not is_first_seen:
+                        queued.close()
+                        is_first_seen = True
                     yield batch
             except asyncio.CancelledError:
                 task = asyncio.current_task()
@@ -241,33 +247,30 @@ class Attempt:
             if self.decode_started is None:
                 self._end_with(self._failure(error, prefill))
 
-    async def _decoded(self, decode: Worker) -> AsyncGenerator[TokenBatch, None]:
+    async def _decoded_by_call(self, decode: Worker) -> AsyncGenerator[TokenBatch, None]:
+        """Tokens from D's own call."""
         while True:
-            if self._decode_read is not None:
-                event = await self._decode_read
-                self._decode_read = None
-            else:
-                event = await self._read_decode()
+            event = await self._next_decode_event()
             kind = event.WhichOneof("event")
             if kind == "started":
                 self.decode_started = event.started
-                if self._inbox is not None:
-                    async for batch in self._decoded_by_steps(decode, self._inbox):
-                        yield batch
-                    return
-                continue
-            if kind == "prompt_logprobs":
+            elif kind == "prompt_logprobs":
                 self._take_prompt_logprobs(event.prompt_logprobs, decode)
-                continue
-            batch = self._first_batch(self._take(event.tokens, decode))
-            yield batch
-            if batch.finish_reason is not None:
-                return
+            else:
+                batch = self._first_batch(self._take(event.tokens, decode))
+                yield batch
+                if batch.finish_reason is not None:
+                    return
 
-    async def _decoded_by_steps(
-        self, decode: Worker, inbox: Inbox
-    ) -> AsyncGenerator[TokenBatch, None]:
-        """Tokens from the worker's steps."""
+    async def _decoded_by_steps(self, decode: Worker) -> AsyncGenerator[TokenBatch, None]:
+        """Tokens from the worker's steps, once its call has said that it has started."""
+        inbox = self._inbox
+        assert inbox is not None
+        event = await self._next_decode_event()
+        if not event.HasField("started"):
+            error = UnavailableError(f"{decode.id} has not said that it has started")
+            raise AttemptFailed(error, (decode,))
+        self.decode_started = event.started
         self._decode_rest = asyncio.create_task(self._read_rest(decode, inbox))
         while True:
             try:
@@ -328,6 +331,13 @@ class Attempt:
         self._has_scored = True
         return replace(batch, prompt_logprobs=self._prompt_logprobs)
 
+    async def _next_decode_event(self) -> Any:
+        if self._decode_read is None:
+            return await self._read_decode()
+        event = await self._decode_read
+        self._decode_read = None
+        return event
+
     async def _read_decode(self) -> Any:
         assert self._decode_call is not None
         return await self._read(self._decode_call, self.placement.decode)
@@ -370,6 +380,10 @@ class Attempt:
             task.cancel()
         # Their errors are of no interest any more: the attempt has ended.
         await asyncio.gather(*readers, return_exceptions=True)
+        # A task that was cancelled keeps its frame, which has this attempt: without this each
+        # one waits for the garbage collector, its calls along with it.
+        self._decode_read = self._decode_rest = self._prefill_rest = None
+        self._prefill_call = self._decode_call = None
 
 
 def _batch(

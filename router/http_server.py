@@ -103,16 +103,22 @@ class BodyWriter:
         self._cycle = cycle if is_chunked else None
         self._send = send
 
+    def write_at_once(self, data: bytes) -> bool:
+        """False, and nothing has happened, if `write` has to be used."""
+        cycle = self._cycle
+        if cycle is None or cycle.disconnected or cycle.flow.write_paused:
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
     async def write(self, data: bytes) -> None:
         """Waits while the client takes nothing. Nothing happens if it has left."""
         cycle = self._cycle
         if cycle is None:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
             return
-        if cycle.flow.write_paused and not cycle.disconnected:
+        while not self.write_at_once(data) and not cycle.disconnected:
             await cycle.flow.drain()
-        if not cycle.disconnected:
-            cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def end(self) -> None:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

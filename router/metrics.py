@@ -26,7 +26,7 @@ from core.config import SloConfig
 from core.errors import OverloadedError, PdserveError, UnavailableError
 from router.attempt import Attempt
 from router.registry import Registry
-from router.timeline import SequenceTimeline
+from router.timeline import AttemptTimeline, SequenceTimeline
 
 MAX_WORKER_LABELS = 256
 _BLOCK_STATES = ("free", "cached", "running", "held", "awaiting")
@@ -226,20 +226,23 @@ class SequenceClock:
         self._metrics = metrics
         self._timeline = timeline
         self._last: float | None = None
-        self._emitter: tuple[str, str] | None = None
+        # Whose gaps these are, and from which attempt on nobody else will send.
         self._emitter_gaps = metrics.gaps
+        self._settled: AttemptTimeline | None = None
 
     def tick(self) -> None:
         """After the timeline's own tick."""
-        metrics, timeline = self._metrics, self._timeline
-        now, worker = timeline.last_token, timeline.emitter
-        assert now is not None and worker is not None
+        metrics, now = self._metrics, self._timeline.last_token
+        attempt = self._timeline.attempts[-1]
+        assert now is not None
         if self._last is None:
             metrics.observe_first(now)
-            metrics.observe_worker(names.WORKER_TTFT, worker, now)
+            metrics.observe_worker(names.WORKER_TTFT, attempt.emitter, now)
         else:
-            if worker != self._emitter:
-                self._emitter, self._emitter_gaps = worker, metrics.worker_gaps(worker)
+            if attempt is not self._settled:
+                self._emitter_gaps = metrics.worker_gaps(attempt.emitter)
+                if attempt.decode_started is not None:
+                    self._settled = attempt
             metrics.gaps.observe(now - self._last)
             self._emitter_gaps.observe(now - self._last)
         self._last = now

@@ -92,9 +92,15 @@ class _EventWriter:
         if self._merged is not None:
             await self._merged
             self._merged = None
-        self._buffer.append(event)
-        if self._timer is None:
-            wait = self._written_at + MERGE_S - self._loop.time()
+        if self._timer is not None:
+            self._buffer.append(event)
+            return
+        now = self._loop.time()
+        wait = self._written_at + MERGE_S - now
+        if wait <= 0 and not self._buffer and self._body.write_at_once(event):
+            self._written_at = now
+        else:
+            self._buffer.append(event)
             if wait <= 0:
                 await self._flush()
             else:

@@ -1,6 +1,7 @@
 """What happens to each token of a stream: the worker's steps, the chunk, the write, the clock."""
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -10,7 +11,8 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from core import metrics as names
 from core.types import SamplingParams
 from router import responses
-from router.generation import Delta, TextRequest
+from router.attempt import Attempt
+from router.generation import Delta, Generation, TextRequest
 from router.metrics import TokenHistogram
 from router.openai_format import CHAT, COMPLETION, Formatter
 from router.responses import event_stream
@@ -54,6 +56,37 @@ async def test_a_broken_stream_of_steps_is_a_pause(router: Running) -> None:
         assert stream_body(text) == (answer_text("hello", 12), "length") and is_done(text)
     await router.idle()
     assert 'pdserve_retries_total{kind="resume"} 3.0' in (await router.http.get("/metrics")).text
+
+
+async def test_a_token_makes_no_task_and_a_request_leaves_no_garbage(router: Running) -> None:
+    """A task for each token, and attempts that wait for the collector with all that their calls
+    hold, were most of what a stream cost."""
+    await eventually(lambda: steps_of(router).stream_id)
+    loop, tasks = asyncio.get_running_loop(), 0
+
+    def counted(loop: Any, work: Any, **options: Any) -> asyncio.Task:
+        nonlocal tasks
+        tasks += 1
+        return asyncio.Task(work, loop=loop, **options)
+
+    async def tasks_of(num_tokens: int) -> int:
+        before = tasks
+        fields = {"prompt": "hello", "max_tokens": num_tokens, "temperature": 0, "stream": True}
+        assert stream_body((await router.post(**fields)).text)[1] == "length"
+        await router.idle()
+        return tasks - before
+
+    await tasks_of(5)
+    gc.collect()
+    gc.disable()
+    loop.set_task_factory(counted)
+    try:
+        few, many = await tasks_of(10), await tasks_of(250)
+        assert many < few + 50  # timers and statuses go on meanwhile
+        assert not [one for one in gc.get_objects() if isinstance(one, (Attempt, Generation))]
+    finally:
+        loop.set_task_factory(None)
+        gc.enable()
 
 
 async def test_a_worker_that_leaves_takes_its_steps_along() -> None:
