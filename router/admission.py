@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from core.errors import OverloadedError, PdserveError, RequestError, UnavailableError
 from router.metrics import Metrics
+from router.tally import Tally
 
 
 class _Slot:
@@ -18,8 +19,10 @@ class Admission:
     """Counts sequences from admission to the end of the response, those that wait for a worker
     (`router.turnstile`) included. Refuses what is beyond the limit: nothing waits here."""
 
-    def __init__(self, limit: int, metrics: Metrics) -> None:
+    def __init__(self, limit: int, metrics: Metrics, tally: Tally = Tally()) -> None:
+        """`tally`: the limit is of all processes together."""
         self._limit = limit
+        self._tally = tally
         self._metrics = metrics
         self._used = 0
         self._slots: set[_Slot] = set()
@@ -44,7 +47,7 @@ class Admission:
             raise self._refused(UnavailableError("the router is stopping"))
         if num_sequences > self._limit:
             raise RequestError(f"more than {self._limit} sequences in one request", param="n")
-        if self._used + num_sequences > self._limit:
+        if self._used + self._tally.elsewhere() + num_sequences > self._limit:
             raise self._refused(OverloadedError("too many requests at once, try again later"))
         task = asyncio.current_task()
         assert task is not None
@@ -81,6 +84,7 @@ class Admission:
     def _count(self, change: int) -> None:
         self._used += change
         self._metrics.in_flight.set(self._used)
+        self._tally.set(self._used)
         if self._used:
             self._idle.clear()
         else:

@@ -53,7 +53,7 @@ def make_app(
             if isinstance(route, APIRoute) and route.methods == {"POST"}:
                 posts[route.path] = route.endpoint
     app.include_router(debug_routes(frontend.timelines, share))
-    app.include_router(dashboard_routes(frontend, config.mode))
+    app.include_router(dashboard_routes(frontend, config.mode, share))
 
     def is_ready() -> bool:
         return not frontend.admission.is_closing and frontend.registry.can_serve()
@@ -96,13 +96,13 @@ class Edge:
     """
 
     def __init__(self, app: ASGIApp, keys: KeyStore | None, posts: Mapping[str, Endpoint]) -> None:
-        self._app = app
+        self.app = app
         self._keys = keys
         self._posts = posts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
         session = headers.get("x-session-id", "")
@@ -129,7 +129,7 @@ class Edge:
             scope[SERVER_SEND] = send
             endpoint = self._posts.get(scope["path"]) if scope["method"] == "POST" else None
             if endpoint is None:
-                await self._app(scope, receive, tagged)
+                await self.app(scope, receive, tagged)
             else:
                 await _answer(endpoint, scope, receive, tagged)
 

@@ -23,6 +23,7 @@ from router.placement import Placer
 from router.registry import Registry
 from router.retry_budget import RetryBudget
 from router.share import Share
+from router.tally import Tally, TallyFile
 from router.timeline import Timelines
 from router.tokenizer import Tokenizer
 from router.tools import ChatReading
@@ -62,17 +63,23 @@ class RouterServer:
         self.registry = Registry(controller, roles)
         metrics = Metrics(self.registry, config.router.slo)
         placer = Placer(self.registry, config.router.policy, config.router.max_local_prefill_tokens)
+        self._tally = TallyFile(share) if share is not None else None
         self._turnstile = Turnstile(
             placer,
             config.router.max_queued_requests,
             config.router.slo.ttft,
             metrics.queued.set,
+            self._tally.queued if self._tally is not None else Tally(),
         )
         self.registry.on_room = self._turnstile.wake
         endpoint = config.router.otlp_endpoint
         self._tracer = Tracer(endpoint) if endpoint is not None else None
         on_end = self._tracer.export if self._tracer is not None else None
-        self.admission = Admission(config.router.max_concurrent_requests, metrics)
+        self.admission = Admission(
+            config.router.max_concurrent_requests,
+            metrics,
+            self._tally.in_flight if self._tally is not None else Tally(),
+        )
         self.frontend = Frontend(
             model_name=config.served_model_name or model_name,
             tokenizer=tokenizer,
@@ -155,8 +162,9 @@ class RouterServer:
         health.cancel()
         await asyncio.gather(health, return_exceptions=True)
         await self.registry.close()
-        if self._usage is not None:
-            self._usage.close()
+        for file in (self._usage, self._tally):
+            if file is not None:
+                file.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 

@@ -6,6 +6,7 @@ user may enter. Whoever is asked for metrics or for a request asks the others an
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,14 @@ class Share:
     async def ask(self, path: str) -> list[httpx.Response]:
         """GET `path` of every other process. One that does not answer in time, since it is just
         being started again, is left out."""
-        others = (index for index in range(self.count) if index != self.index)
-        answers = await asyncio.gather(*(self._ask(index, path) for index in others))
-        return [answer for answer in answers if answer is not None]
+        return list((await self.ask_each(lambda index: path)).values())
+
+    async def ask_each(self, path_of: Callable[[int], str]) -> dict[int, httpx.Response]:
+        """As `ask`, with a path for each, and the answers by process."""
+        others = [index for index in range(self.count) if index != self.index]
+        answers = await asyncio.gather(*(self._ask(index, path_of(index)) for index in others))
+        found = zip(others, answers, strict=True)
+        return {index: answer for index, answer in found if answer is not None}
 
     async def _ask(self, index: int, path: str) -> httpx.Response | None:
         transport = httpx.AsyncHTTPTransport(uds=str(socket_path(self.folder, index)))

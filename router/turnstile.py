@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from core.errors import OverloadedError
 from router.fair_queue import FairQueue, Ticket
+from router.tally import Tally
 
 _MAX_WAIT_S = 60.0
 _RECHECK_S = 0.1  # a worker may have room without saying so
@@ -64,12 +65,14 @@ class Turnstile:
         limit: int,
         slo_ttft_s: float | None = None,
         on_length: Callable[[int], None] = lambda length: None,
+        tally: Tally = Tally(),
     ) -> None:
-        """`on_length` hears how many wait."""
+        """`on_length` hears how many wait. `tally`: the limit is of all processes together."""
         self._room = room
         self._limit = limit
         self._slo_s = slo_ttft_s
         self._on_length = on_length
+        self._tally = tally
         self._queue = FairQueue()
         self._waiters: dict[Ticket, _Waiter] = {}
         self._pump: asyncio.Task[None] | None = None
@@ -132,7 +135,7 @@ class Turnstile:
     def _check_arrival(self, key: str, priority: int, estimate: Estimate) -> None:
         per_s = self._rate.per_s(asyncio.get_running_loop().time())
         wait_s = self._queue.work_before(key, priority) / per_s if per_s else 0.0
-        if len(self._queue) >= self._limit:
+        if len(self._queue) + self._tally.elsewhere() >= self._limit:
             retry_s = min(max(wait_s, 1.0), _MAX_RETRY_S)
             raise OverloadedError(
                 f"{self._limit} requests are waiting already, try again later",
@@ -140,8 +143,12 @@ class Turnstile:
             )
         self.check(wait_s / _MARGIN, estimate)
 
-    def _changed(self) -> None:
+    def _tell_length(self) -> None:
         self._on_length(len(self._queue))
+        self._tally.set(len(self._queue))
+
+    def _changed(self) -> None:
+        self._tell_length()
         if len(self._queue) and self._pump is None:
             self._rate.begin(asyncio.get_running_loop().time())
             self._pump = asyncio.create_task(self._let_through(), name="turnstile")
@@ -167,7 +174,7 @@ class Turnstile:
     async def _let_one_through(self) -> None:
         ticket = self._queue.pop()
         waiter = self._waiters.pop(ticket)
-        self._on_length(len(self._queue))
+        self._tell_length()
         if waiter.turn.done():  # it was cancelled a moment ago
             return
         waiter.turn.set_result(None)

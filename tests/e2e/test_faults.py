@@ -1,6 +1,7 @@
 """Processes and clients that die at the worst moment: one outcome for every request, nothing
 left in use, and the next request succeeds."""
 
+import contextlib
 import json
 import os
 import signal
@@ -155,6 +156,29 @@ def test_kill_decode_in_mid_stream(live: Callable[[str], Live], kind: str) -> No
     assert stream.outcome() == "complete"
     assert stream.ids == greedy(prompt, 120)
     wait_replaced(cluster, victim)
+    cluster.wait_idle()
+
+
+@pytest.mark.parametrize("kind", ["2p2d"])
+def test_decode_that_is_stopped_in_mid_stream(live: Callable[[str], Live], kind: str) -> None:
+    """V45: SIGSTOP. Its kernel answers for it and every connection stays open; the stream goes on
+    elsewhere all the same, and the router does not use it until it runs again, or another does in
+    its place."""
+    cluster = live(kind)
+    prompt = long_prompt(7, 40)
+    stream = Stream(cluster, prompt, 120)
+    wait_until(lambda: len(stream.ids) >= 5, 30)
+    victim = busy_worker(cluster, "decode")
+    os.kill(victim["pid"], signal.SIGSTOP)
+    try:
+        assert stream.outcome() == "complete"
+        assert stream.ids == greedy(prompt, 120)
+        after = Stream(cluster, long_prompt(8, 40), 4)
+        assert after.outcome() == "complete"
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # the controller may have replaced it
+            os.kill(victim["pid"], signal.SIGCONT)
+    cluster.wait_ready()
     cluster.wait_idle()
 
 

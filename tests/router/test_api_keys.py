@@ -44,9 +44,9 @@ async def locked(key_file: Path):
 
 def paths_of(router: Running) -> set[str]:
     """Every route that the application has, as it would be asked for."""
-    app = router.server._http.config.app
-    found = {getattr(route, "path", "") for route in app.routes}  # type: ignore[union-attr]
-    found |= {*app.openapi()["paths"], "/openapi.json"}  # type: ignore[union-attr]
+    app = router.server._http.config.app.app  # type: ignore[union-attr]
+    found = {getattr(route, "path", "") for route in app.routes}
+    found |= {*app.openapi()["paths"], "/openapi.json", "/dashboard/part"}
     return {path.replace("{model_id}", "fake").replace("{model_id:path}", "fake") for path in found}
 
 

@@ -13,11 +13,14 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from core.errors import RateLimitError
+from core.errors import OverloadedError, RateLimitError
 from core.types import Role
+from router.admission import Admission
 from router.api_keys import KeyStore, hash_key
-from router.metrics import SEEN_BY_ALL
+from router.metrics import SEEN_BY_ALL, Metrics
+from router.registry import Registry
 from router.share import Share, merged_metrics
+from router.tally import TallyFile
 from router.usage import UsageFile
 from support.byte_tokenizer import TEMPLATE, byte_tokenizer
 from support.fake_workers import FakeCluster, answer_text, eventually
@@ -123,6 +126,21 @@ async def test_two_processes_are_one_router(tmp_path: Path) -> None:
         for response_id in (ids[0], ids[-1]):
             assert (await fresh(f"/debug/requests/{response_id}")).status_code == 200
         assert (await fresh("/debug/requests/nobody")).status_code == 404
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            headers = {"authorization": "Bearer pd-ops"}
+            async with http.stream("GET", "/dashboard/events", headers=headers) as feed:
+                lines = (line async for line in feed.aiter_lines() if line)
+                first = json.loads((await anext(lines)).removeprefix("data: "))
+                assert {one["response_id"] for one in first["requests"]} == set(ids)
+                assert first["window"]["ttft"] and not first["events"]
+                more = [await fresh("/v1/completions", prompt="hello", max_tokens=2)
+                        for _ in range(8)]  # fmt: skip
+                wanted = {one.headers["x-request-id"] for one in more}
+                finished: set[str] = set()
+                async with asyncio.timeout(20):
+                    while finished != wanted:
+                        told = json.loads((await anext(lines)).removeprefix("data: "))["events"]
+                        finished |= {one["id"] for one in told if one["kind"] == "finished"}
 
         before = children_of(child.pid)
         os.kill(before[0], signal.SIGKILL)
@@ -161,6 +179,32 @@ async def test_what_keeps_one_from_starting_is_said_once(tmp_path: Path) -> None
             _, err = await child.communicate()
         assert child.returncode == 1
         assert err.decode().startswith(f"router: router.{key}: cannot listen on 127.0.0.1:{port}")
+
+
+def test_what_all_processes_have_counts_against_the_limits(tmp_path: Path) -> None:
+    """A place that one has taken is taken for all; one that is killed gives back its places when it
+    is started again."""
+    first, second = (TallyFile(share) for share in shares(tmp_path, 2))
+    metrics = Metrics(Registry("x:1", ()))
+    ours, theirs = (Admission(3, metrics, tally=file.in_flight) for file in (first, second))
+
+    async def check() -> None:
+        with theirs.slot(2), ours.slot(1):
+            for one in (ours, theirs):
+                with pytest.raises(OverloadedError), one.slot(1):
+                    pass
+        with ours.slot(3):
+            pass
+
+    asyncio.run(check())
+    second.in_flight.set(3)
+    second.queued.set(7)
+    assert (first.in_flight.elsewhere(), first.queued.elsewhere()) == (3, 7)
+    assert second.queued.elsewhere() == 0
+    again = TallyFile(second.share)
+    assert (first.in_flight.elsewhere(), first.queued.elsewhere()) == (0, 0)
+    for file in (first, second, again):
+        file.close()
 
 
 def shares(folder: Path, count: int) -> list[Share]:
