@@ -18,7 +18,7 @@ PROMPT = "user: hello\nassistant:"
 @pytest.fixture
 async def client(router):
     async with openai.AsyncOpenAI(
-        base_url=f"{router.url}/v1", api_key="none", max_retries=0
+        base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=60
     ) as client:
         yield client
 
@@ -70,7 +70,7 @@ async def test_failures_raise():
         decode = router.worker("decode-0")
         decode.next_fault = lambda: Fault("error", 2, EngineError("broken"))
         async with openai.AsyncOpenAI(
-            base_url=f"{router.url}/v1", api_key="none", max_retries=0
+            base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=60
         ) as client:
             with pytest.raises(openai.InternalServerError):
                 await client.completions.create(model="fake", prompt="hello", max_tokens=8)
@@ -97,7 +97,9 @@ async def test_closing_a_stream_aborts_it(client, router):
 
 async def test_sync_client(router):
     def talk() -> tuple[str, str]:
-        with openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0) as client:
+        with openai.OpenAI(
+            base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=60
+        ) as client:
             answer = client.completions.create(
                 model="fake", prompt="hello", max_tokens=4, temperature=0
             )
@@ -121,7 +123,9 @@ async def test_parse_and_the_streaming_helper_with_tools():
     call = '<tool_call>{"name": "Point", "arguments": {"x": 1, "y": -2}}</tool_call>'
     async with (
         running(tokenizer=byte_tokenizer(template)) as router,
-        openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0) as client,
+        openai.AsyncOpenAI(
+            base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=60
+        ) as client,
     ):
 
         def make_all_say(text: str) -> None:
