@@ -191,6 +191,7 @@ def _common(request: Request) -> dict[str, Any]:
         "min_tokens": request.min_tokens,
         "cache_salt": request.cache_salt,
         "priority": request.priority,
+        "user": request.user,
     }
     if request.HasField("seed"):
         # The body's seed is signed; the same 64 bits either way.

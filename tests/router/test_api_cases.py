@@ -8,6 +8,9 @@ import httpx
 import pytest
 
 from router import request_body
+from rpc import inference_pb2 as pb
+from rpc import inference_pb2_grpc
+from rpc.channel import make_channel
 from support.byte_tokenizer import EOS
 from support.fake_workers import BLOCK_SIZE, answer_text
 from support.router import Running, running
@@ -111,6 +114,39 @@ async def test_a_model_that_is_not_served(embedding_router, path):
             continue
         error = check_error(answer, 404)
         assert error["code"] == "model_not_found" and error["param"] == "model"
+
+
+async def test_user_and_priority_reach_the_queue_from_every_api(embedding_router, monkeypatch):
+    router, turnstile = embedding_router, embedding_router.server.frontend.pipeline._turnstile
+    seen: list[tuple[str, int]] = []
+    turn = turnstile.turn
+
+    def noted(key: str, priority: int, *rest: Any) -> Any:
+        seen.append((key, priority))
+        return turn(key, priority, *rest)
+
+    monkeypatch.setattr(turnstile, "turn", noted)
+    said = {"user": "u", "priority": -5}
+    for path in (*GENERATING, "/v1/embeddings"):
+        answer = await router.http.post(path, json={"model": "fake", **ROUTES[path], **said})
+        assert answer.status_code == 200, answer.text
+    async with make_channel(f"127.0.0.1:{router.server.grpc_port}") as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        hi = pb.ChatMessage(role="user", content="hi")
+        for call in (
+            stub.Generate(pb.GenerateRequest(model="fake", prompt="x", **said)),
+            stub.Chat(pb.ChatRequest(model="fake", messages=[hi], **said)),
+        ):
+            assert [message async for message in call]
+    assert seen == [("user u", -5)] * 6
+
+
+async def test_a_slash_too_many_is_an_unknown_url(embedding_router):
+    """No redirect: its answer would not be OpenAI's, and clients drop the key or the body."""
+    for path, body in ROUTES.items():
+        answer = await embedding_router.http.post(f"{path}/", json={"model": "fake", **body})
+        assert check_error(answer, 404)["code"] == "not_found"
+    check_error(await embedding_router.http.get("/health/"), 404)
 
 
 async def test_the_served_name_is_the_one_that_is_told():
