@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from core import metrics as names
+from core.errors import EngineError
 from core.types import SamplingParams
 from router import responses
 from router.attempt import Attempt
@@ -16,7 +17,8 @@ from router.generation import Delta, Generation, TextRequest
 from router.metrics import TokenHistogram
 from router.openai_format import CHAT, COMPLETION, Formatter
 from router.responses import event_stream
-from support.fake_workers import answer_text, eventually
+from router.step_stream import Inbox
+from support.fake_workers import Fault, answer_text, eventually
 from support.router import Running, running
 from support.sse import events, is_done, stream_body
 
@@ -87,6 +89,42 @@ async def test_a_token_makes_no_task_and_a_request_leaves_no_garbage(router: Run
     finally:
         loop.set_task_factory(None)
         gc.enable()
+
+
+async def test_an_error_that_overtakes_tokens_costs_them_once(
+    router_2p2d: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call's error and the worker's steps are two streams: the tokens that are late are made
+    again elsewhere, once, and neither told nor counted twice."""
+    router = router_2p2d
+    for worker_id in ("decode-0", "decode-1"):
+        await eventually(lambda: steps_of(router, worker_id).stream_id)  # noqa: B023
+    faults = iter([Fault("error", 6, EngineError("broken"))])
+    for name in ("decode-0", "decode-1"):
+        router.worker(name).next_fault = lambda: next(faults, None)
+    put, late = Inbox.put, 0
+
+    def put_late(inbox: Inbox, tokens: Any) -> None:
+        nonlocal late
+        if tokens.first_index >= 4 and late < 3:
+            late += 1  # after the error: nobody waits for them any more
+        else:
+            put(inbox, tokens)
+
+    monkeypatch.setattr(Inbox, "put", put_late)
+    text = (await router.post(
+        prompt="hello", max_tokens=12, temperature=0, stream=True, return_token_ids=True,
+        stream_options={"include_usage": True},
+    )).text  # fmt: skip
+    assert stream_body(text) == (answer_text("hello", 12), "length") and is_done(text)
+    chunks = events(text)
+    assert late == 3 and chunks[-1]["usage"]["completion_tokens"] == 12
+    ids = [i for chunk in chunks for c in chunk["choices"] for i in c.get("token_ids") or ()]
+    assert len(ids) == 12
+    await router.idle()
+    metrics = (await router.http.get("/metrics")).text
+    assert 'pdserve_retries_total{kind="resume"} 1.0' in metrics
+    assert "pdserve_generation_tokens_total 12.0" in metrics
 
 
 async def test_a_worker_that_leaves_takes_its_steps_along() -> None:
