@@ -203,7 +203,7 @@ class RouterConfig(_Section):
     # Of the answers of a chat: auto takes the format that the chat template shows.
     tool_parser: Literal["auto", "hermes", "llama3_json", "pythonic", "mistral"] = "auto"
     reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = None
-    # Processes that share both ports; each has its own breakers and max_concurrent_requests.
+    # Processes that share both ports; limits hold over all of them.
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     api_keys_file: str | None = None
     tls: RouterTlsConfig | None = None
