@@ -91,8 +91,8 @@ class Edge:
     until its response has ended.
 
     `posts`, endpoints by path, are also routes of `app`, which documents them. They are called from
-    here: the layers of the application in between do nothing for them, and were a fifth of what a
-    request costs and of what an open stream holds.
+    here: a dozen layers of the application in between do nothing for them, and each costs time for
+    every request and memory for every open stream.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyStore | None, posts: Mapping[str, Endpoint]) -> None:
