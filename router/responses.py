@@ -72,10 +72,10 @@ def whole(body: Callable[[], Awaitable[dict[str, Any] | Response]]) -> Work:
 
 
 class _EventWriter:
-    """Writes the events of one response, in order. Events that follow a write within `MERGE_S` go
-    out together at its end: a write costs more than an event, and a reader sees no difference.
-    While the client takes nothing, `write` waits, and after `SEND_TIMEOUT_S` the task is cancelled
-    in which this writer was made."""
+    """Writes the events of one response, in order. Those that come in one turn of the event loop,
+    or within `MERGE_S` of the last write, go out together: a write costs more than an event, and a
+    reader sees no difference. While the client takes nothing, `write` waits, and after
+    `SEND_TIMEOUT_S` the task is cancelled in which this writer was made."""
 
     def __init__(self, body: BodyWriter) -> None:
         self._body = body
@@ -84,34 +84,28 @@ class _EventWriter:
         self._buffer: list[bytes] = []
         self._written_at = 0.0  # when the last write began
         self._is_writing = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._merged: asyncio.Task[None] | None = None  # the write that a timer began
+        self._timer: asyncio.Handle | None = None
+        self._waiting: asyncio.Task[None] | None = None  # a write that has to wait for the client
         self._watch = self._loop.call_later(SEND_TIMEOUT_S, self._look)
 
     async def write(self, event: bytes) -> None:
-        if self._merged is not None:
-            await self._merged
-            self._merged = None
-        if self._timer is not None:
-            self._buffer.append(event)
-            return
-        now = self._loop.time()
-        wait = self._written_at + MERGE_S - now
-        if wait <= 0 and not self._buffer and self._body.write_at_once(event):
-            self._written_at = now
-        else:
-            self._buffer.append(event)
+        if self._waiting is not None:
+            await self._waiting
+            self._waiting = None
+        self._buffer.append(event)
+        if self._timer is None:
+            wait = self._written_at + MERGE_S - self._loop.time()
             if wait <= 0:
-                await self._flush()
+                self._timer = self._loop.call_soon(self._flush_buffer)
             else:
-                self._timer = self._loop.call_later(wait, self._flush_merged)
+                self._timer = self._loop.call_later(wait, self._flush_buffer)
 
     async def close(self) -> None:
         """Writes what is left, and the end of the body."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._merged is not None:
-            await self._merged
+        if self._waiting is not None:
+            await self._waiting
         await self._flush()
         self._is_writing = True
         await self._body.end()
@@ -119,7 +113,7 @@ class _EventWriter:
 
     def stop(self) -> None:
         """Nothing more is written."""
-        for handle in (self._timer, self._watch, self._merged):
+        for handle in (self._timer, self._watch, self._waiting):
             if handle is not None:
                 handle.cancel()
 
@@ -133,9 +127,13 @@ class _EventWriter:
         await self._body.write(data)
         self._is_writing = False
 
-    def _flush_merged(self) -> None:
+    def _flush_buffer(self) -> None:
         self._timer = None
-        self._merged = self._loop.create_task(self._flush())
+        if self._body.write_at_once(b"".join(self._buffer)):
+            self._buffer.clear()
+            self._written_at = self._loop.time()
+        else:
+            self._waiting = self._loop.create_task(self._flush())
 
     def _look(self) -> None:
         late = self._loop.time() - self._written_at

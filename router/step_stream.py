@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 _AGAIN_S = 1.0
 # Messages that one reader takes before others have their turn.
 _FAIR_TURN = 16
+# Readers that are woken in one turn of the event loop.
+_WAKES = 16
 
 
 class Inbox:
@@ -30,16 +32,23 @@ class Inbox:
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._num_at_once = 0  # taken since the reader last had to wait
+        self._is_due = False  # somebody is about to call `wake`
 
     def put(self, tokens: worker_pb2.Tokens) -> None:
         self._items.append(tokens)
-        self._wake()
+        self.wake()
+
+    def put_quietly(self, tokens: worker_pb2.Tokens) -> bool:
+        """As `put`, but the caller has to call `wake`, unless this returns False."""
+        self._items.append(tokens)
+        was_due, self._is_due = self._is_due, True
+        return not was_due
 
     def fail(self, error: BaseException) -> None:
         """No more will come. The reader gets what has, and then this error."""
         if self._error is None:
             self._error = error
-        self._wake()
+        self.wake()
 
     async def take(self) -> worker_pb2.Tokens:
         while not self._items:
@@ -53,20 +62,27 @@ class Inbox:
             await asyncio.sleep(0)
         return self._items.popleft()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        self._is_due = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
 class StepReader:
     """Follows one worker's steps as long as `follow` runs. `stream_id` names the stream while it
-    is open, else it is ""; attempts whose tokens come here then have them on their own calls."""
+    is open, else it is ""; attempts whose tokens come here then have them on their own calls.
+
+    The readers of a step are woken a few at a time, and in between further steps are read. So a
+    router that does not keep up finds several tokens for a reader when its turn comes, which cost
+    little more than one, since they go out in one write.
+    """
 
     def __init__(self, worker_id: str, incarnation: str) -> None:
         self.stream_id = ""
         self._worker_id = worker_id
         self._incarnation = incarnation
         self._inboxes: dict[str, Inbox] = {}
+        self._due: deque[Inbox] = deque()  # to be woken
 
     @contextmanager
     def receiving(self, request_id: str, inbox: Inbox) -> Iterator[None]:
@@ -100,13 +116,22 @@ class StepReader:
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
                 self.stream_id = stream_id
+                is_waking = bool(self._due)
                 for sequence in message.sequences:
                     # Unknown: its attempt has ended, and its worker is about to hear of it.
                     inbox = self._inboxes.get(sequence.request_id)
-                    if inbox is not None:
-                        inbox.put(sequence.tokens)
+                    if inbox is not None and inbox.put_quietly(sequence.tokens):
+                        self._due.append(inbox)
+                if not is_waking:
+                    self._wake_some()
         finally:
             call.cancel()
+
+    def _wake_some(self) -> None:
+        for _ in range(min(_WAKES, len(self._due))):
+            self._due.popleft().wake()
+        if self._due:
+            asyncio.get_running_loop().call_soon(self._wake_some)
 
     def _break(self, reason: str) -> None:
         if self._inboxes:

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from router.generation import Delta, Generation, TextRequest
 from router.metrics import TokenHistogram
 from router.openai_format import CHAT, COMPLETION, Formatter
 from router.responses import event_stream
-from router.step_stream import Inbox
+from router.step_stream import Inbox, StepReader
+from rpc import worker_pb2
 from support.fake_workers import Fault, answer_text, eventually
 from support.router import Running, running
 from support.sse import events, is_done, stream_body
@@ -91,6 +93,55 @@ async def test_a_token_makes_no_task_and_a_request_leaves_no_garbage(router: Run
         gc.enable()
 
 
+async def test_readers_of_a_late_step_find_several_tokens() -> None:
+    """A router that does not keep up reads on while it wakes readers, a few in a turn: every
+    token comes, in order, for far fewer turns than tokens."""
+    steps, turns = StepReader("decode-0", "x"), 0
+    inboxes = {str(i): Inbox() for i in range(200)}
+    steps._inboxes.update(inboxes)
+
+    class Call:
+        """Twenty steps that have all come already."""
+
+        def __init__(self) -> None:
+            self.left = iter(range(20))
+
+        async def read(self) -> Any:
+            await asyncio.sleep(0)
+            index = next(self.left, None)
+            if index is None:
+                await asyncio.Event().wait()
+            tokens = worker_pb2.Tokens(first_index=index)
+            return worker_pb2.StepTokens(
+                sequences=[
+                    worker_pb2.SequenceTokens(request_id=name, tokens=tokens) for name in inboxes
+                ]
+            )
+
+        def cancel(self) -> None:
+            pass
+
+    async def read(inbox: Inbox) -> list[int]:
+        nonlocal turns
+        found = []
+        while len(found) < 20:
+            if not inbox._items:
+                turns += 1
+            found.append((await inbox.take()).first_index)
+        return found
+
+    stub = SimpleNamespace(Steps=lambda request: Call())
+    following = asyncio.create_task(steps.follow(stub))
+    try:
+        async with asyncio.timeout(20):
+            found = await asyncio.gather(*map(read, inboxes.values()))
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    assert found == [list(range(20))] * 200
+    assert turns < 200 * 20 / 4
+
+
 async def test_an_error_that_overtakes_tokens_costs_them_once(
     router_2p2d: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,16 +153,16 @@ async def test_an_error_that_overtakes_tokens_costs_them_once(
     faults = iter([Fault("error", 6, EngineError("broken"))])
     for name in ("decode-0", "decode-1"):
         router.worker(name).next_fault = lambda: next(faults, None)
-    put, late = Inbox.put, 0
+    put, late = Inbox.put_quietly, 0
 
-    def put_late(inbox: Inbox, tokens: Any) -> None:
+    def put_late(inbox: Inbox, tokens: Any) -> bool:
         nonlocal late
         if tokens.first_index >= 4 and late < 3:
             late += 1  # after the error: nobody waits for them any more
-        else:
-            put(inbox, tokens)
+            return False
+        return put(inbox, tokens)
 
-    monkeypatch.setattr(Inbox, "put", put_late)
+    monkeypatch.setattr(Inbox, "put_quietly", put_late)
     text = (await router.post(
         prompt="hello", max_tokens=12, temperature=0, stream=True, return_token_ids=True,
         stream_options={"include_usage": True},
