@@ -72,14 +72,13 @@ async def opened(
     browser: Any,
     it: Running,
     scheme: str = "dark",
-    width: int = 1280,
     ignore: str = "",
     **options: Any,
 ) -> AsyncIterator[Any]:
     """The page, live. Nothing may have been complained of in the end."""
     problems: list[str] = []
     page = await browser.new_page(
-        color_scheme=scheme, viewport={"width": width, "height": 1330}, **options
+        color_scheme=scheme, viewport={"width": 1280, "height": 1330}, **options
     )
     page.on("console", lambda message: message.type == "error" and problems.append(message.text))
     page.on("pageerror", lambda error: problems.append(str(error)))
@@ -144,29 +143,33 @@ async def test_a_card_shows_batch_queue_and_blocks_of_its_worker(browser: Any) -
 
 
 async def test_under_load_everything_moves_and_can_be_read(browser: Any) -> None:
-    looks = {"dark": ("dark", 1280), "light": ("light", 1280), "phone": ("light", 390)}
-    async with scene(num_clients=10) as it:
-        for name, (scheme, width) in looks.items():
-            async with opened(browser, it, scheme, width) as page:
-                await page.evaluate(_WATCH_DOTS)
-                await page.wait_for_function(
-                    "() => ['prefill', 'kv', 'decode'].every(k => seenDots.has(`var(--${k})`))"
-                )
-                for chart in ("ttft", "tpot", "itl"):
-                    await page.wait_for_selector(f"#c-{chart} .p50[d*='L']", state="attached")
-                await page.wait_for_function(
-                    "() => /KV .*B.s/.test(document.querySelector('.kvrate').textContent)"
-                )
-                await page.wait_for_selector("#w-svg rect[fill='var(--kv)']")
-                assert await page.evaluate("document.documentElement.scrollWidth") <= width
-                background = await page.evaluate("getComputedStyle(document.body).backgroundColor")
-                assert background == (
-                    "rgb(11, 15, 23)" if scheme == "dark" else "rgb(244, 246, 250)"
-                )
-                contrast, text = await page.evaluate(_LEAST_CONTRAST)
-                assert contrast >= 4.5, text
-                await settled(32)
-                await picture(name, page, full_page=name == "phone", **_CLIPS.get(name, {}))
+    async with scene(num_clients=10) as it, opened(browser, it) as page:
+        await page.evaluate(_WATCH_DOTS)
+        await page.wait_for_function(
+            "() => ['prefill', 'kv', 'decode'].every(k => seenDots.has(`var(--${k})`))"
+        )
+        for chart in ("ttft", "tpot", "itl"):
+            await page.wait_for_selector(f"#c-{chart} .p50[d*='L']", state="attached")
+        await page.wait_for_function(
+            "() => /KV .*B.s/.test(document.querySelector('.kvrate').textContent)"
+        )
+        await page.wait_for_selector("#w-svg rect[fill='var(--kv)']")
+        await settled(40)
+        for name, scheme, width, background in (
+            ("dark", "dark", 1280, "rgb(11, 15, 23)"),
+            ("light", "light", 1280, "rgb(244, 246, 250)"),
+            ("phone", "light", 390, "rgb(244, 246, 250)"),
+        ):
+            await page.emulate_media(color_scheme=scheme)
+            await page.set_viewport_size({"width": width, "height": 1330})
+            await settled(2)
+            assert await page.evaluate("document.documentElement.scrollWidth") <= width
+            assert background == await page.evaluate(
+                "getComputedStyle(document.body).backgroundColor"
+            )
+            contrast, text = await page.evaluate(_LEAST_CONTRAST)
+            assert contrast >= 4.5, text
+            await picture(name, page, full_page=name == "phone", **_CLIPS.get(name, {}))
 
 
 async def test_by_keyboard_the_playground_streams_and_its_timeline_draws_itself(
