@@ -183,7 +183,9 @@ def llama_cpp(workshop: Workshop, name: str, kind: str) -> Peer:
     if not weights.exists():
         quantize = _tool(bin_folder, "llama-quantize")
         command = [str(quantize), "--allow-requantize", str(workshop.gguf), str(weights), kind]
-        subprocess.run(command, check=True, env={**os.environ, **environment})
+        quiet = subprocess.DEVNULL  # a line for each tensor
+        env = {**os.environ, **environment}
+        subprocess.run(command, check=True, env=env, stdout=quiet, stderr=quiet)
     command = [
         str(server), "-m", str(weights), "-a", MODEL,
         "-t", "2", "-tb", "2", "-np", "16", "-c", "32768", "-b", "2048", "-ub", "512",

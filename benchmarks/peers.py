@@ -149,6 +149,7 @@ def measure(
 
 def main() -> None:
     args = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not without stopping the servers
     if args.client is None or not args.client.exists():
         raise SystemExit(
             "error: no load client: name it with --client (make bench-peers CLIENT=load.py)"
