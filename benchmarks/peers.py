@@ -6,7 +6,8 @@ Each peer is started at its best known setting and bound to the same cores, meas
 stopped; then the next, round after round, so that what the machine does hits all of them alike.
 What was measured is appended to WORK/results.jsonl at once. A run goes on where the one before it
 ended: what a round has measured already is not measured again (--fresh: forget it), and one round
-can be run alone (--only 2). A server that fails is said so and the others go on.
+can be run alone (--only 2). A peer that fails is left out of the run's other rounds; the next run
+tries it again.
 
 Ratios of medians against the goals, all medians, the machine and the commands go to
 benchmarks/RESULTS.md. The first run makes a virtual environment for each peer under --work and
@@ -164,8 +165,11 @@ def main() -> None:
     peers = {name: PEERS[name](workshop) for name in args.peers}
     rounds = [args.only] if args.only else range(1, args.rounds + 1)
     wanted = set(args.scenarios.split(","))
+    failed: set[str] = set()
     for rep in rounds:
         for key, peer in peers.items():
+            if key in failed:
+                continue
             left = [s for s in SCENARIOS[key] if s in wanted and not results.has(key, rep, s)]
             if not left:
                 continue
@@ -173,7 +177,8 @@ def main() -> None:
             try:
                 measure(key, peer, left, rep, client, results)
             except PeerError as error:
-                print(f"round {rep}: {peer.name}: failed: {error}", flush=True)
+                print(f"round {rep}: {peer.name}: left out from here on: {error}", flush=True)
+                failed.add(key)
             args.out.write_text(report(results, peers))
     text = report(results, peers)
     args.out.write_text(text)
