@@ -9,7 +9,7 @@ import typer
 
 from cli.bench import bench
 from cli.compare import compare
-from cli.operate import apply, doctor, drain, logs, rollout, scale, top
+from cli.operate import apply, doctor, drain, logs, rollout, scale, switch, top
 from cli.terminal import Reporter, clear_errors
 
 app = typer.Typer(
@@ -84,6 +84,7 @@ def down(
 
 app.command(epilog="Example: pdserve apply configs/local.yaml --set pools.decode.replicas=2")(apply)
 app.command(epilog="Example: pdserve scale prefill=3 decode=1")(scale)
+app.command(epilog="Example: pdserve switch worker-1 --to decode")(switch)
 app.command(epilog="Example: pdserve drain prefill-0 --grace 60")(drain)
 app.command(epilog="Example: pdserve rollout decode")(rollout)
 app.command(epilog="Example: pdserve logs prefill-0 -f")(logs)

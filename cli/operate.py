@@ -1,6 +1,7 @@
-"""Commands that change or watch a running deployment: `pdserve apply`, `scale`, `drain`,
+"""Commands that change or watch a running deployment: `pdserve apply`, `scale`, `switch`, `drain`,
 `rollout`, `logs`, `top`; and `doctor`, for one that does not run."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -95,6 +96,35 @@ def drain(
         request = pb.DrainWorkerRequest(worker_id=worker, grace_seconds=grace)
         reporter.doing(f"Draining {worker}")
         run_operation(find_controller(controller), lambda stub: stub.DrainWorker(request), reporter)
+
+
+class Pool(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+def switch(
+    worker: Annotated[str, typer.Argument(help="As `pdserve status` names it: worker-1.")],
+    to: Annotated[Pool, typer.Option("--to", help="The pool that it goes to.")],
+    grace: Annotated[
+        float | None,
+        typer.Option(min=0, max=3600, help="Seconds for what runs there. Default: 30."),
+    ] = None,
+    controller: Controller = None,
+) -> None:
+    """Move a worker to the other pool; it keeps its process and its weights. Its pool must have
+    `roles: [prefill, decode]`."""
+    with clear_errors(), Reporter() as reporter:
+        from cli.control import find_controller, run_operation
+        from core.types import Role
+        from rpc import cluster_pb2 as pb
+        from rpc import codec
+
+        role = codec.role_to_pb(Role(to.value))
+        request = pb.SwitchWorkerRequest(worker_id=worker, role=role, grace_seconds=grace)
+        run_operation(
+            find_controller(controller), lambda stub: stub.SwitchWorker(request), reporter
+        )
 
 
 def rollout(

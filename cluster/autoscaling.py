@@ -5,7 +5,7 @@ import logging
 import time
 from typing import Protocol
 
-from cluster.autoscaler import Autoscaler, PoolLoad
+from cluster.autoscaler import Asked, Autoscaler, PoolLoad, decide_together
 from cluster.operations import Fleet, Operations
 from core.config import AutoscaleConfig
 from core.errors import OverloadedError, PdserveError
@@ -24,8 +24,9 @@ class Loads(Protocol):
 
 
 class Autoscaling:
-    """Asks every pool that has `autoscale` once a period, one change at a time. What an operation
-    of a person does comes first: while it runs nothing is asked for."""
+    """Asks every pool that has `autoscale` once a period; a worker that may change its role moves
+    from one to the other instead of an end here and a start there. One operation at a time. What
+    a person does comes first: while it runs nothing is asked for."""
 
     def __init__(
         self,
@@ -43,19 +44,35 @@ class Autoscaling:
         """Until cancelled."""
         while True:
             await asyncio.sleep(self._period_s)
-            for pool in self._fleet.config.active_pools:
-                try:
-                    await self._hold(pool)
-                except OverloadedError:  # an operation is under way
-                    break
-                except PdserveError as error:
-                    self._say(f"{pool}: cannot change its size: {error.message}")
+            asked = {
+                pool: ask
+                for pool in self._fleet.config.active_pools
+                if (ask := self._ask(pool)) is not None
+            }
+            changes = decide_together(time.monotonic(), asked, self._num_movable)
+            if not changes:
+                continue
+            for pool, decision in changes.items():
+                present = asked[pool].present
+                self._say(f"{pool}: {present} -> {decision.replicas} workers: {decision.reason}")
+            try:
+                sizes = {pool: decision.replicas for pool, decision in changes.items()}
+                name = f"autoscaling of {' and '.join(sizes)}"
+                work = self._operations.scale(sizes, self._say)
+                # Shielded: the operation has its own end, as if a person had asked.
+                await asyncio.shield(self._operations.begin(name, work))
+            except OverloadedError:  # an operation is under way
+                continue
+            except PdserveError as error:
+                self._say(f"{', '.join(changes)}: cannot change the size: {error.message}")
 
-    async def _hold(self, pool: str) -> None:
-        config = self._fleet.config.pools.named(pool).autoscale
+    def _ask(self, pool: str) -> Asked | None:
+        """None for a pool that does not scale itself, or whose workers are not there yet."""
+        section = self._fleet.config.pools.named(pool)
+        config = section.autoscale
         if config is None:
             self._scalers.pop(pool, None)
-            return
+            return None
         known = self._scalers.get(pool)
         if known is None or known[0] != config:
             scaler = Autoscaler(config, pool != "decode", pool != "prefill")
@@ -63,15 +80,11 @@ class Autoscaling:
         self._loads.start()
         load = self._loads.load(pool)
         if not load.workers:
-            return  # nobody to ask; the slots are bringing them up
-        present = self._fleet.config.pools.named(pool).replicas
-        decision = known[1].decide(time.monotonic(), present, load)
-        if decision.replicas == present:
-            return
-        self._say(f"{pool}: {present} -> {decision.replicas} workers: {decision.reason}")
-        work = self._operations.scale({pool: decision.replicas}, self._say)
-        # Shielded: the operation has its own end, as if a person had asked.
-        await asyncio.shield(self._operations.begin(f"autoscaling of {pool}", work))
+            return None  # nobody to ask; the slots are bringing them up
+        return Asked(known[1], section.replicas, load)
+
+    def _num_movable(self, source: str, target: str) -> int:
+        return sum(slot.can_become(target) for slot in self._fleet.workers(source))
 
     def _say(self, text: str) -> None:
         if text != self._said:  # what does not fit now does not fit every two seconds

@@ -29,7 +29,7 @@ _ENGINE_KEYS = {
     "attention",
     "cuda_graphs",
 }
-_PLACEMENT_KEYS = {"resources", "label_selector", "runtime_env", "tensor_parallel_size"}
+_PLACEMENT_KEYS = {"roles", "resources", "label_selector", "runtime_env", "tensor_parallel_size"}
 _WORKER_KEYS = {"kv_transfer.lease_seconds"}
 
 

@@ -234,10 +234,13 @@ class Controller:
         is_local = config.ray.address is None
         share = share_of(config, pool, is_local)
         taken = {*self._slots, *self._leaving}
-        index = next(i for i in range(len(taken) + 1) if f"{pool}-{i}" not in taken)
+        roles = tuple(Role(role) for role in config.roles_of(pool))
+        name = pool if len(roles) == 1 else "worker"  # one that need not stay in its pool
+        index = next(i for i in range(len(taken) + 1) if f"{name}-{i}" not in taken)
         settings = WorkerSettings(
-            worker_id=f"{pool}-{index}",
+            worker_id=f"{name}-{index}",
             role=Role(pool),
+            roles=roles,
             config=config,
             host="127.0.0.1" if is_local else "",
             num_threads=share.num_threads,

@@ -1,4 +1,4 @@
-"""Changes of a running deployment: apply, scale, drain, rollout.
+"""Changes of a running deployment: apply, scale, switch, drain, rollout.
 
     rollout, for each worker:  start a new one -> ready and still so a moment later -> drain the old
     no room for one more:      drain the old one -> start a new one in its place
@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
+from cluster import role_switch
 from cluster.changes import Change, ChangeKind, as_yaml, changes_between
 from cluster.worker_slot import WorkerSlot
 from core.config import Config, PoolConfig
@@ -111,6 +112,7 @@ class Operations:
             if not 0 <= wanted <= MAX_REPLICAS:
                 raise RequestError(f"{pool}={wanted}: expected 0 to {MAX_REPLICAS} workers")
         config = resized(self._fleet.config, replicas)
+        await self._move_instead(replicas, say)
         grown: list[WorkerSlot] = []
         surplus: list[WorkerSlot] = []
         for pool, wanted in replicas.items():
@@ -135,6 +137,34 @@ class Operations:
                 say(f"{slot.id} is ready")
         finally:
             await removing
+
+    async def _move_instead(self, wanted: Mapping[str, int], say: Say) -> None:
+        """Of workers that may change their role, as many as one pool has too many and another too
+        few; those with the fewest requests."""
+        workers = {pool: self._fleet.workers(pool) for pool in wanted}
+        for source, target, count in role_switch.surplus_for_others(workers, wanted):
+            able = [slot for slot in workers[source] if slot.can_become(target)]
+            chosen = await least_missed(able, count)
+            moved = await role_switch.try_moves(chosen, target, self._grace_s, say)
+            self._note_moved(source, target, len(moved))
+
+    def _note_moved(self, source: str, target: str, count: int) -> None:
+        """It is what is wanted now, also if what comes next fails."""
+        sizes = {source: self._pool(source).replicas - count}
+        sizes[target] = self._pool(target).replicas + count
+        self._fleet.config = resized(self._fleet.config, sizes)
+
+    async def switch(
+        self, worker_id: str, pool: str, say: Say, grace_s: float | None = None
+    ) -> None:
+        """Moves one worker to the other pool. Raises RequestError if it cannot, and
+        UnavailableError if it was lost or stays what it was."""
+        self._check_pool(pool)
+        slot = self._find(worker_id)
+        source = slot.pool
+        role_switch.check(slot, pool, self._fleet.workers(source))
+        await role_switch.move(slot, pool, self._grace_s if grace_s is None else grace_s, say)
+        self._note_moved(source, pool, 1)
 
     async def drain(self, worker_id: str, say: Say, grace_s: float | None = None) -> None:
         """Replaces one worker. The last ready one of its pool goes only when the new one is

@@ -1,7 +1,7 @@
 """ClusterService: what routers and the command line ask the controller for."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
 import grpc
@@ -12,7 +12,8 @@ from cluster.view import ViewPublisher
 from core.config import Config, parse_config
 from core.errors import ConfigError, PdserveError, RequestError
 from rpc import cluster_pb2 as pb
-from rpc import cluster_pb2_grpc
+from rpc import cluster_pb2_grpc, codec
+from rpc import worker_pb2 as worker_pb
 from rpc.status import translated_errors
 
 _KINDS = {
@@ -85,13 +86,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     ) -> AsyncIterator[pb.OperationEvent]:
         async with translated_errors(context):
             replicas = dict(request.replicas)
-            config = self._controller.config
-            for pool in replicas.keys() & set(config.active_pools):
-                if config.pools.named(pool).autoscale is not None:
-                    raise RequestError(
-                        f"{pool} scales itself; change pools.{pool}.autoscale in the file and "
-                        f"apply it"
-                    )
+            self._refuse_if_autoscaled(replicas)
             async for event in self._told(
                 "a scaling", lambda say: self._operations.scale(replicas, say)
             ):
@@ -101,12 +96,25 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         self, request: pb.DrainWorkerRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.OperationEvent]:
         async with translated_errors(context):
-            grace_s = request.grace_seconds if request.HasField("grace_seconds") else None
-            if grace_s is not None and not 0 <= grace_s <= 3600:
-                raise RequestError(f"grace_seconds: expected 0 to 3600, got {grace_s:g}")
+            grace_s = _grace_of(request)
             async for event in self._told(
                 f"a drain of {request.worker_id}",
                 lambda say: self._operations.drain(request.worker_id, say, grace_s),
+            ):
+                yield event
+
+    async def SwitchWorker(
+        self, request: pb.SwitchWorkerRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.OperationEvent]:
+        async with translated_errors(context):
+            grace_s = _grace_of(request)
+            if request.role not in (worker_pb.ROLE_PREFILL, worker_pb.ROLE_DECODE):
+                raise RequestError("role: expected prefill or decode")
+            self._refuse_if_autoscaled(("prefill", "decode"))
+            pool = codec.role_from_pb(request.role).value
+            async for event in self._told(
+                f"a switch of {request.worker_id}",
+                lambda say: self._operations.switch(request.worker_id, pool, say, grace_s),
             ):
                 yield event
 
@@ -120,6 +128,14 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
             ):
                 yield event
 
+    def _refuse_if_autoscaled(self, pools: Iterable[str]) -> None:
+        config = self._controller.config
+        for pool in sorted(set(pools) & set(config.active_pools)):
+            if config.pools.named(pool).autoscale is not None:
+                raise RequestError(
+                    f"{pool} scales itself; change pools.{pool}.autoscale in the file and apply it"
+                )
+
     async def _told(
         self, name: str, operation: Callable[[Say], Coroutine[Any, Any, None]]
     ) -> AsyncIterator[pb.OperationEvent]:
@@ -131,6 +147,14 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         while (text := await said.get()) is not None:
             yield pb.OperationEvent(text=text)
         await asyncio.shield(task)
+
+
+def _grace_of(request: pb.DrainWorkerRequest | pb.SwitchWorkerRequest) -> float | None:
+    if not request.HasField("grace_seconds"):
+        return None
+    if not 0 <= request.grace_seconds <= 3600:
+        raise RequestError(f"grace_seconds: expected 0 to 3600, got {request.grace_seconds:g}")
+    return request.grace_seconds
 
 
 def _to_pb(change: Change) -> pb.Change:

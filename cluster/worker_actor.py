@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.actor_process import end_with_raylet, log_to
-from core.errors import ConfigError, ModelError
+from core.errors import ConfigError, ModelError, PdserveError
 from core.logs import use_format
 from core.types import Role
 from core.worker_settings import WorkerSettings
@@ -24,6 +24,7 @@ WORKER_CLASSES = {
     Role.DECODE: "decode_worker:DecodeWorker",
     Role.COLOCATED: "decode_worker:DecodeWorker",
 }
+DUAL_CLASS = "dual_worker:DualWorker"  # of workers that may change their role
 # After a crash of the engine the actor lives this long, for its owner to read why.
 _LAST_WORDS_S = 5.0
 _ANSWER_S = 0.1
@@ -135,6 +136,15 @@ class WorkerActor:
         grace has run out before that."""
         self._is_draining = True
         return self._worker is None or await self._worker.drain(grace_s)
+
+    async def switch(self, role: Role, grace_s: float) -> StartOutcome:
+        """Makes the worker one of another role. After an error it serves on as what it was."""
+        try:
+            await self._worker.switch(role, grace_s)
+        except PdserveError as error:
+            logger.warning("cannot become a %s worker: %s", role, error)
+            return StartOutcome(error=error.message)
+        return StartOutcome(info=self._worker.info.SerializeToString())
 
     async def num_requests(self) -> int:
         """Requests that are here now, in whatever stage."""

@@ -22,10 +22,22 @@ from cluster.backoff import Backoff
 from cluster.lives import NAMESPACE, Life, new_life_name
 from cluster.placement import PlacementError, actor_options, held, reserved
 from cluster.view import ViewPublisher
-from cluster.worker_actor import FOLLOWER_CLASS, WORKER_CLASSES, StartOutcome, WorkerActor
+from cluster.worker_actor import (
+    DUAL_CLASS,
+    FOLLOWER_CLASS,
+    WORKER_CLASSES,
+    StartOutcome,
+    WorkerActor,
+)
 from core.config import PoolConfig
-from core.errors import ConfigError, DeadlineError, EngineError, PdserveError
-from core.types import WorkerState
+from core.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    PdserveError,
+    UnavailableError,
+)
+from core.types import Role, WorkerState
 from core.worker_settings import WorkerSettings
 from rpc import cluster_pb2 as pb
 from rpc import codec
@@ -35,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 _PROGRESS_EVERY_S = 0.3
 _CALL_TIMEOUT_S = 10.0
+_SWITCH_S = 15.0  # a change of role, beside what runs before it
 _LAST_WORDS_S = 2.0  # of rank 0 when another rank has died
 _EXIT_S = 3.0  # from a worker's answer that it has stopped to the end of its process
 
@@ -50,8 +63,8 @@ class SlotOptions:
     drain_grace_s: float = 30.0  # for what runs on a worker that goes; then it is resumed elsewhere
     settle_s: float = 1.0  # a new worker must stay up so long before an old one goes for it
     backoff: Backoff = field(default_factory=Backoff)
-    # By role value, or "follower" for further ranks: "module:Class"; what is not named here has its
-    # usual class.
+    # By role value, "dual" for those of two roles, "follower" for further ranks: "module:Class".
+    # What is not named here has its usual class.
     worker_classes: dict[str, str] = field(default_factory=dict)
 
 
@@ -72,7 +85,6 @@ class WorkerSlot:
         """`is_trial`: the first death before it was ready is the answer; nobody waits for more.
         `life`: one that was found, to begin with."""
         self.settings = settings
-        self.pool = settings.role.value
         self._is_trial = is_trial
         self.first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.first_ready.add_done_callback(lambda f: f.cancelled() or f.exception())
@@ -106,6 +118,10 @@ class WorkerSlot:
         return self.settings.config.pools.named(self.pool)
 
     @property
+    def pool(self) -> str:
+        return self.settings.role.value
+
+    @property
     def is_ready(self) -> bool:
         return self._entry.state == worker_pb.WORKER_STATE_READY
 
@@ -116,6 +132,32 @@ class WorkerSlot:
         with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
             return int(await _call(self._actors[0].num_requests.remote(), _CALL_TIMEOUT_S))
         return 0
+
+    def can_become(self, pool: str) -> bool:
+        """Now, and without a new process."""
+        return self.is_ready and pool != self.pool and pool in self.settings.roles
+
+    async def switch(self, pool: str, grace_s: float) -> None:
+        """Moves the worker that runs now to another pool; what runs there has its grace. Raises
+        UnavailableError: then it is what it was, or its next life will be."""
+        role, actor = Role(pool), self._actors[0]
+        self._publish(WorkerState.DRAINING, f"becomes a {role} worker")
+        try:
+            switching = actor.switch.remote(role, grace_s)
+            outcome: StartOutcome = await _call(switching, grace_s + _SWITCH_S)
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            # Nobody knows what it is now.
+            await asyncio.to_thread(ray.kill, actor)
+            raise UnavailableError(f"{self.id} was lost while it became a {role} worker") from error
+        if not self._actors or self._actors[0] is not actor:
+            raise UnavailableError(f"{self.id} died as it became a {role} worker")
+        if not outcome.error:
+            self.settings = replace(self.settings, role=role)
+            info = worker_pb.WorkerInfo.FromString(outcome.info)
+            self._entry.role, self._entry.incarnation = info.role, info.incarnation
+        self._publish(WorkerState.READY)
+        if outcome.error:
+            raise UnavailableError(f"{self.id} stays a {self.pool} worker: {outcome.error}")
 
     async def drain(self, grace_s: float) -> bool:
         """Takes nothing new and waits for what runs there, up to the grace. The worker is not
@@ -208,6 +250,8 @@ class WorkerSlot:
     def _create_actor(self, name: str, group: PlacementGroup, rank: int) -> Any:
         role = self.settings.role
         worker_class = self._options.worker_classes.get(role.value, WORKER_CLASSES[role])
+        if len(self.settings.roles) > 1:
+            worker_class = self._options.worker_classes.get("dual", DUAL_CLASS)
         log_dir, log_name = self._options.log_dir, self.settings.worker_id
         if rank:
             worker_class = self._options.worker_classes.get("follower", FOLLOWER_CLASS)

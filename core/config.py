@@ -19,6 +19,8 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 _PAIR = ("prefill", "decode")
 # KV that passes between pools depends on these.
 _ALIKE_IN_POOLS = ("quantization", "kv_cache_dtype")
+# What a worker that changes its role changes with it; the rest was settled when it loaded.
+_OF_A_ROLE = ("max_num_seqs", "max_num_batched_tokens")
 
 
 class _Section(BaseModel):
@@ -133,6 +135,8 @@ class PoolConfig(_Section):
     runtime_env: dict[str, Any] = {}  # of its processes, as Ray takes it: env_vars, pip ...
     engine: dict[str, Any] = {}
     autoscale: AutoscaleConfig | None = None  # then `replicas` is what the pool starts with
+    # What its workers may become without loading again; None: they stay what they are.
+    roles: list[Literal["prefill", "decode"]] | None = None
 
 
 class PoolsConfig(_Section):
@@ -280,7 +284,51 @@ class Config(_Section):
                     "expected the prefill and decode pools' block sizes to divide one another, "
                     f"got {small} and {large}",
                 )
+        for name in ("prefill", "decode", "colocated"):
+            self._check_roles(name)
         return self
+
+    def _check_roles(self, name: str) -> None:
+        """A worker keeps weights, KV blocks and the resources it has reserved when its role
+        changes: there both pools must agree."""
+        roles, other = self.roles_of(name), "decode" if name == "prefill" else "prefill"
+        if name == "colocated" and self.pools.colocated.roles is not None:
+            raise _KeyedError(
+                ("pools", name, "roles"), "unknown key of this pool: its workers do both already"
+            )
+        if name not in roles or len(set(roles)) < len(roles):
+            raise _KeyedError(
+                ("pools", name, "roles"),
+                f"expected [{name}, {other}] or [{name}], got [{', '.join(roles)}]",
+            )
+        if len(roles) == 1:
+            return
+        for key in ("tensor_parallel_size", "resources", "label_selector", "runtime_env"):
+            ours, theirs = (getattr(self.pools.named(pool), key) for pool in (name, other))
+            if ours != theirs:
+                raise _KeyedError(
+                    ("pools", name, key),
+                    f"expected the same as in pools.{other} ({theirs}) with roles, got {ours}",
+                )
+        ours, theirs = (self.engine_for(pool).model_dump() for pool in (name, other))
+        for key in ours:
+            if ours[key] != theirs[key] and key not in _OF_A_ROLE:
+                where = name if key in self.pools.named(name).engine else other
+                raise _KeyedError(
+                    ("pools", where, "engine", key),
+                    f"expected the same in both pools with roles, which may differ in "
+                    f"{' and '.join(_OF_A_ROLE)}; got {ours[key]} ({name}) and {theirs[key]}",
+                )
+        if self.draft_model_of("decode") is not None:
+            raise _KeyedError(
+                ("pools", name, "roles"),
+                "expected one role with speculative.method draft_model: prefill workers have no "
+                "draft model",
+            )
+
+    def roles_of(self, pool: str) -> tuple[str, ...]:
+        """What a worker that was started for a pool may be."""
+        return tuple(self.pools.named(pool).roles or (pool,))
 
     def engine_for(self, pool: str) -> EngineConfig:
         """The engine section with the pool's own overrides applied."""

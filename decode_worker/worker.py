@@ -14,8 +14,9 @@ from worker.runtime import WorkerRuntime
 class DecodeWorker:
     """Start it, serve until `failed` or until told to stop."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
-        self.runtime = WorkerRuntime(settings)
+    def __init__(self, settings: WorkerSettings, runtime: WorkerRuntime | None = None) -> None:
+        """`runtime`: of a worker that has another role too."""
+        self.runtime = runtime or WorkerRuntime(settings)
         self.peers = PeerBook(self.runtime)
 
     @property
@@ -29,10 +30,13 @@ class DecodeWorker:
     async def start(self, progress: Callable[[str], None]) -> None:
         """Raises ModelError. Afterwards the worker answers at `info.address`."""
         await self.runtime.load(progress)
+        self.add_services()
+        await self.runtime.serve()
+
+    def add_services(self) -> None:
         worker_pb2_grpc.add_DecodeServiceServicer_to_server(
             DecodeService(self.runtime, self.peers), self.runtime.server
         )
-        await self.runtime.serve()
 
     @property
     def num_requests(self) -> int:

@@ -96,6 +96,13 @@ class Engine:
         self._num_prefilled = 0
         self._num_decoded = 0
 
+    def set_limits(self, config: EngineConfig) -> None:
+        """Changes `max_num_seqs` and `max_num_batched_tokens`, to what the engine was built with
+        or less. Raises EngineError while sequences are here."""
+        if self._sequences:
+            raise EngineError(f"{len(self._sequences)} sequences are still here")
+        self.scheduler.set_limits(config)
+
     def _make_speculation(self, config: EngineConfig, draft: Model | None) -> Speculation | None:
         setting = config.speculative
         if setting is None:
@@ -185,6 +192,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` may do something. False if all that is left waits for a caller."""
         return bool(self._early) or self.scheduler.has_work
+
+    @property
+    def num_sequences(self) -> int:
+        """Of every kind, also those that only hold blocks."""
+        return len(self._sequences)
 
     @property
     def num_running(self) -> int:

@@ -76,6 +76,10 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_hit_tokens = 0
         self._block_size = config.block_size
+        self.set_limits(config)
+
+    def set_limits(self, config: EngineConfig) -> None:
+        """How much a step may do. While nothing is here."""
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
 

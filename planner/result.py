@@ -85,7 +85,7 @@ class Recorder:
 @dataclass(frozen=True, slots=True)
 class Result:
     """`busy`: the share of its time in which a pool's workers ran a step. `sizes`: from when on a
-    pool wanted so many workers."""
+    pool wanted so many workers. All by pool."""
 
     recorder: Recorder
     duration: float  # simulated seconds, until the last request ended
@@ -93,6 +93,8 @@ class Result:
     busy: dict[str, float]
     worker_seconds: dict[str, float]
     sizes: dict[str, tuple[tuple[float, int], ...]]
+    num_started: dict[str, int]  # after the beginning
+    num_switched: dict[str, int]  # that came from the other pool
 
     @property
     def throughput(self) -> float:

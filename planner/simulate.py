@@ -47,6 +47,7 @@ class Options:
     holds_back: bool = False
     # By pool; the layout's replicas are what it starts with.
     autoscale: Mapping[str, AutoscaleConfig] = field(default_factory=dict)
+    switches: bool = False  # whether workers of the pools that scale may change their role
 
 
 def simulate(
@@ -92,8 +93,10 @@ def run(
     deployment.prefills = first.ready
     deployment.decodes = pools["decode"].ready if "decode" in pools else []
     source = _Source(loop, deployment, iter(requests), options.concurrency)
-    for name, config in options.autoscale.items():
-        SimulatedScaling(loop, deployment, pools[name], config, source.is_over)
+    if options.autoscale:
+        SimulatedScaling(
+            loop, deployment, pools, options.autoscale, options.switches, source.is_over
+        )
     loop.run()
     return Result(
         deployment.recorder,
@@ -102,6 +105,8 @@ def run(
         {name: pool.busy for name, pool in pools.items()},
         {name: pool.worker_seconds for name, pool in pools.items()},
         {name: tuple(pool.sizes) for name, pool in pools.items()},
+        {name: pool.num_started for name, pool in pools.items()},
+        {name: pool.num_switched for name, pool in pools.items()},
     )
 
 

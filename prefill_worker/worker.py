@@ -17,8 +17,9 @@ from worker.runtime import WorkerRuntime, now
 class PrefillWorker:
     """Start it, serve until `failed` or until told to stop."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
-        self.runtime = WorkerRuntime(settings)
+    def __init__(self, settings: WorkerSettings, runtime: WorkerRuntime | None = None) -> None:
+        """`runtime`: of a worker that has another role too."""
+        self.runtime = runtime or WorkerRuntime(settings)
         lease_seconds = settings.config.kv_transfer.lease_seconds
         self.leases = LeaseTable(lease_seconds=lease_seconds, clock=now, unpin=self._unpin)
         self._sweep_seconds = min(1.0, lease_seconds / 4)
@@ -35,13 +36,16 @@ class PrefillWorker:
     async def start(self, progress: Callable[[str], None]) -> None:
         """Raises ModelError. Afterwards the worker answers at `info.address`."""
         await self.runtime.load(progress)
+        self.add_services()
+        await self.runtime.serve()
+
+    def add_services(self) -> None:
         server = self.runtime.server
         worker_pb2_grpc.add_PrefillServiceServicer_to_server(
             PrefillService(self.runtime, self.leases), server
         )
         add_kv_service(KvService(self.runtime, self.leases), server)
         self._sweeper = asyncio.create_task(self._sweep(), name="lease sweep")
-        await self.runtime.serve()
 
     @property
     def num_requests(self) -> int:

@@ -117,7 +117,10 @@ class Attempt:
         return None if self.prefill_started is None else self.prefill_started.num_cached_tokens
 
     def lose(self, worker: Worker, error: UnavailableError) -> None:
-        """Called when `worker` is known to be gone: ends the attempt now."""
+        """Called when `worker` is known to be gone: ends the attempt now, unless the worker has
+        done its part. What D says it has started with is released by P."""
+        if worker is self.placement.prefill and self.decode_started is not None:
+            return
         self._end_with(AttemptFailed(error, (worker,)))
 
     def _end_with(self, failed: AttemptFailed) -> None:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from rpc import worker_pb2 as rpc_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11rpc/cluster.proto\x12\x11pdserve.worker.v1\x1a\x10rpc/worker.proto\"!\n\x0cWatchRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"b\n\x0b\x43lusterView\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12/\n\x07workers\x18\x02 \x03(\x0b\x32\x1e.pdserve.worker.v1.WorkerEntry\x12\x11\n\tis_ending\x18\x03 \x01(\x08\"\xc0\x01\n\x0bWorkerEntry\x12\n\n\x02id\x18\x01 \x01(\t\x12%\n\x04role\x18\x02 \x01(\x0e\x32\x17.pdserve.worker.v1.Role\x12-\n\x05state\x18\x03 \x01(\x0e\x32\x1e.pdserve.worker.v1.WorkerState\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\x13\n\x0bincarnation\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x08 \x01(\t\"\x11\n\x0fShutdownRequest\"\x12\n\x10ShutdownResponse\"\x12\n\x10WaitReadyRequest\"\"\n\x11WaitReadyResponse\x12\r\n\x05\x65rror\x18\x01 \x01(\t\"G\n\x0c\x41pplyRequest\x12\x13\n\x0b\x63onfig_yaml\x18\x01 \x01(\t\x12\x11\n\toverrides\x18\x02 \x03(\t\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\"\x80\x01\n\x0cScaleRequest\x12?\n\x08replicas\x18\x01 \x03(\x0b\x32-.pdserve.worker.v1.ScaleRequest.ReplicasEntry\x1a/\n\rReplicasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"U\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1a\n\rgrace_seconds\x18\x02 \x01(\x02H\x00\x88\x01\x01\x42\x10\n\x0e_grace_seconds\"\x1f\n\x0eRolloutRequest\x12\r\n\x05pools\x18\x01 \x03(\t\"J\n\x0eOperationEvent\x12\x0c\n\x04text\x18\x01 \x01(\t\x12*\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x19.pdserve.worker.v1.Change\"a\n\x06\x43hange\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\t\x12+\n\x04kind\x18\x04 \x01(\x0e\x32\x1d.pdserve.worker.v1.ChangeKind*r\n\nChangeKind\x12\x1b\n\x17\x43HANGE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x43HANGE_KIND_SCALE\x10\x01\x12\x17\n\x13\x43HANGE_KIND_ROLLOUT\x10\x02\x12\x17\n\x13\x43HANGE_KIND_RESTART\x10\x03\x32\xd5\x04\n\x0e\x43lusterService\x12J\n\x05Watch\x12\x1f.pdserve.worker.v1.WatchRequest\x1a\x1e.pdserve.worker.v1.ClusterView0\x01\x12S\n\x08Shutdown\x12\".pdserve.worker.v1.ShutdownRequest\x1a#.pdserve.worker.v1.ShutdownResponse\x12V\n\tWaitReady\x12#.pdserve.worker.v1.WaitReadyRequest\x1a$.pdserve.worker.v1.WaitReadyResponse\x12M\n\x05\x41pply\x12\x1f.pdserve.worker.v1.ApplyRequest\x1a!.pdserve.worker.v1.OperationEvent0\x01\x12M\n\x05Scale\x12\x1f.pdserve.worker.v1.ScaleRequest\x1a!.pdserve.worker.v1.OperationEvent0\x01\x12Y\n\x0b\x44rainWorker\x12%.pdserve.worker.v1.DrainWorkerRequest\x1a!.pdserve.worker.v1.OperationEvent0\x01\x12Q\n\x07Rollout\x12!.pdserve.worker.v1.RolloutRequest\x1a!.pdserve.worker.v1.OperationEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11rpc/cluster.proto\x12\x11pdserve.worker.v1\x1a\x10rpc/worker.proto\"!\n\x0cWatchRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"b\n\x0b\x43lusterView\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12/\n\x07workers\x18\x02 \x03(\x0b\x32\x1e.pdserve.worker.v1.WorkerEntry\x12\x11\n\tis_ending\x18\x03 \x01(\x08\"\xc0\x01\n\x0bWorkerEntry\x12\n\n\x02id\x18\x01 \x01(\t\x12%\n\x04role\x18\x02 \x01(\x0e\x32\x17.pdserve.worker.v1.Role\x12-\n\x05state\x18\x03 \x01(\x0e\x32\x1e.pdserve.worker.v1.WorkerState\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\x13\n\x0bincarnation\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x08 \x01(\t\"\x11\n\x0fShutdownRequest\"\x12\n\x10ShutdownResponse\"\x12\n\x10WaitReadyRequest\"\"\n\x11WaitReadyResponse\x12\r\n\x05\x65rror\x18\x01 \x01(\t\"G\n\x0c\x41pplyRequest\x12\x13\n\x0b\x63onfig_yaml\x18\x01 \x01(\t\x12\x11\n\toverrides\x18\x02 \x03(\t\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\"\x80\x01\n\x0cScaleRequest\x12?\n\x08replicas\x18\x01 \x03(\x0b\x32-.pdserve.worker.v1.ScaleRequest.ReplicasEntry\x1a/\n\rReplicasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"U\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1a\n\rgrace_seconds\x18\x02 \x01(\x02H\x00\x88\x01\x01\x42\x10\n\x0e_grace_seconds\"}\n\x13SwitchWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12%\n\x04role\x18\x02 \x01(\x0e\x32\x17.pdserve.worker.v1.Role\x12\x1a\n\rgrace_seconds\x18\x03 \x01(\x02H\x00\x88\x01\x01\x42\x10\n\x0e_grace_seconds\"\x1f\n\x0eRolloutRequest\x12\r\n\x05pools\x18\x01 \x03(\t\"J\n\x0eOperationEvent\x12\x0c\n\x04text\x18\x01 \x01(\t\x12*\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x19.pdserve.worker.v1.Change\"a\n\x06\x43hange\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\t\x12+\n\x04kind\x18\x04 \x01(\x0e\x32\x1d.pdserve.worker.v1.ChangeKind*r\n\nChangeKind\x12\x1b\n\x17\x43HANGE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x43HANGE_KIND_SCALE\x10\x01\x12\x17\n\x13\x43HANGE_KIND_ROLLOUT\x10\x02\x12\x17\n\x13\x43HANGE_KIND_RESTART\x10\x03\x32\xb2\x05\n\x0e\x43lusterService\x12J\n\x05Watch\x12\x1f.pdserve.worker.v1.WatchRequest\x1a\x1e.pdserve.worker.v1.ClusterView0\x01\x12S\n\x08Shutdown\x12\".pdserve.worker.v1.ShutdownRequest\x1a#.pdserve.worker.v1.ShutdownResponse\x12V\n\tWaitReady\x12#.pdserve.worker.v1.WaitReadyRequest\x1a$.pdserve.worker.v1.WaitReadyResponse\x12M\n\x05\x41pply\x12\x1f.pdserve.worker.v1.ApplyRequest\x1a!.pdserve.worker.v1.OperationEvent0\x01\x12M\n\x05Scale\x12\x1f.pdserve.worker.v1.ScaleRequest\x1a!.pdserve.worker.v1.OperationEvent0\x01\x12Y\n\x0b\x44rainWorker\x12%.pdserve.worker.v1.DrainWorkerRequest\x1a!.pdserve.worker.v1.OperationEvent0\x01\x12[\n\x0cSwitchWorker\x12&.pdserve.worker.v1.SwitchWorkerRequest\x1a!.pdserve.worker.v1.OperationEvent0\x01\x12Q\n\x07Rollout\x12!.pdserve.worker.v1.RolloutRequest\x1a!.pdserve.worker.v1.OperationEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SCALEREQUEST_REPLICASENTRY']._loaded_options = None
   _globals['_SCALEREQUEST_REPLICASENTRY']._serialized_options = b'8\001'
-  _globals['_CHANGEKIND']._serialized_start=982
-  _globals['_CHANGEKIND']._serialized_end=1096
+  _globals['_CHANGEKIND']._serialized_start=1109
+  _globals['_CHANGEKIND']._serialized_end=1223
   _globals['_WATCHREQUEST']._serialized_start=58
   _globals['_WATCHREQUEST']._serialized_end=91
   _globals['_CLUSTERVIEW']._serialized_start=93
@@ -58,12 +58,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCALEREQUEST_REPLICASENTRY']._serialized_end=685
   _globals['_DRAINWORKERREQUEST']._serialized_start=687
   _globals['_DRAINWORKERREQUEST']._serialized_end=772
-  _globals['_ROLLOUTREQUEST']._serialized_start=774
-  _globals['_ROLLOUTREQUEST']._serialized_end=805
-  _globals['_OPERATIONEVENT']._serialized_start=807
-  _globals['_OPERATIONEVENT']._serialized_end=881
-  _globals['_CHANGE']._serialized_start=883
-  _globals['_CHANGE']._serialized_end=980
-  _globals['_CLUSTERSERVICE']._serialized_start=1099
-  _globals['_CLUSTERSERVICE']._serialized_end=1696
+  _globals['_SWITCHWORKERREQUEST']._serialized_start=774
+  _globals['_SWITCHWORKERREQUEST']._serialized_end=899
+  _globals['_ROLLOUTREQUEST']._serialized_start=901
+  _globals['_ROLLOUTREQUEST']._serialized_end=932
+  _globals['_OPERATIONEVENT']._serialized_start=934
+  _globals['_OPERATIONEVENT']._serialized_end=1008
+  _globals['_CHANGE']._serialized_start=1010
+  _globals['_CHANGE']._serialized_end=1107
+  _globals['_CLUSTERSERVICE']._serialized_start=1226
+  _globals['_CLUSTERSERVICE']._serialized_end=1916
 # @@protoc_insertion_point(module_scope)

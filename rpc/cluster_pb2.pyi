@@ -104,6 +104,16 @@ class DrainWorkerRequest(_message.Message):
     grace_seconds: float
     def __init__(self, worker_id: _Optional[str] = ..., grace_seconds: _Optional[float] = ...) -> None: ...
 
+class SwitchWorkerRequest(_message.Message):
+    __slots__ = ("worker_id", "role", "grace_seconds")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    GRACE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: _worker_pb2.Role
+    grace_seconds: float
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., grace_seconds: _Optional[float] = ...) -> None: ...
+
 class RolloutRequest(_message.Message):
     __slots__ = ("pools",)
     POOLS_FIELD_NUMBER: _ClassVar[int]

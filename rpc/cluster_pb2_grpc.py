@@ -64,6 +64,11 @@ class ClusterServiceStub:
                 request_serializer=rpc_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=rpc_dot_cluster__pb2.OperationEvent.FromString,
                 _registered_method=True)
+        self.SwitchWorker = channel.unary_stream(
+                '/pdserve.worker.v1.ClusterService/SwitchWorker',
+                request_serializer=rpc_dot_cluster__pb2.SwitchWorkerRequest.SerializeToString,
+                response_deserializer=rpc_dot_cluster__pb2.OperationEvent.FromString,
+                _registered_method=True)
         self.Rollout = channel.unary_stream(
                 '/pdserve.worker.v1.ClusterService/Rollout',
                 request_serializer=rpc_dot_cluster__pb2.RolloutRequest.SerializeToString,
@@ -119,6 +124,13 @@ class ClusterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SwitchWorker(self, request, context):
+        """Make a worker one of the other pool, without a new process and without loading again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Rollout(self, request, context):
         """Replace the workers of pools one by one; back again if a new one does not get healthy.
         """
@@ -157,6 +169,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
             'DrainWorker': grpc.unary_stream_rpc_method_handler(
                     servicer.DrainWorker,
                     request_deserializer=rpc_dot_cluster__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=rpc_dot_cluster__pb2.OperationEvent.SerializeToString,
+            ),
+            'SwitchWorker': grpc.unary_stream_rpc_method_handler(
+                    servicer.SwitchWorker,
+                    request_deserializer=rpc_dot_cluster__pb2.SwitchWorkerRequest.FromString,
                     response_serializer=rpc_dot_cluster__pb2.OperationEvent.SerializeToString,
             ),
             'Rollout': grpc.unary_stream_rpc_method_handler(
@@ -326,6 +343,33 @@ class ClusterService:
             target,
             '/pdserve.worker.v1.ClusterService/DrainWorker',
             rpc_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
+            rpc_dot_cluster__pb2.OperationEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwitchWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.worker.v1.ClusterService/SwitchWorker',
+            rpc_dot_cluster__pb2.SwitchWorkerRequest.SerializeToString,
             rpc_dot_cluster__pb2.OperationEvent.FromString,
             options,
             channel_credentials,

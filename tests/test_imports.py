@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-WORKERS = {"worker", "prefill_worker", "decode_worker"}
+WORKERS = {"worker", "prefill_worker", "decode_worker", "dual_worker"}
 MAY_IMPORT = {
     "core": set(),
     "rpc": {"core"},
@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "worker": {"core", "rpc", "engine", "kv_transfer"},
     "prefill_worker": {"core", "rpc", "engine", "kv_transfer", "worker"},
     "decode_worker": {"core", "rpc", "engine", "kv_transfer", "worker"},
+    "dual_worker": {"core", "rpc", "worker", "prefill_worker", "decode_worker"},
     "router": {"core", "rpc"},
     "cluster": {"core", "rpc", "router", *WORKERS},
     "loadgen": {"core", "rpc"},

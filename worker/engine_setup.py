@@ -11,7 +11,6 @@ from core.config import EngineConfig
 from core.errors import ConfigError, ModelError
 from core.host import default_kv_memory
 from core.model_files import ModelFiles, resolve_model
-from core.types import Role
 from core.worker_settings import WorkerSettings
 from engine.attention.base import StepBatch
 from engine.cuda_graphs import BYTES_PER_SIZE, DecodeGraphs, graph_sizes
@@ -41,7 +40,7 @@ def build_engine(
 ) -> tuple[Engine, Decoder]:
     """Loads the model, of `ranks` rank 0's part, and allocates its KV cache. Raises ConfigError,
     ModelError and RankLostError."""
-    config = settings.engine
+    config = settings.widest_engine
     device = choose_device(config)
     if config.memory_budget is not None and device == "cpu" and ranks is None:
         memory_budget.require_room_for_weights(files, settings.config.dtype, config)
@@ -49,12 +48,9 @@ def build_engine(
     model = _load(files, settings, device, progress, ranks)
     draft = load_draft(settings, files, model, device, progress)
     _move_into_huge_pages(before, device)
-    # A prefill worker never decodes, and ranks would have to replay together.
+    # Who only prefills never decodes, and ranks would have to replay together.
     wants_graphs = (
-        device == "cuda"
-        and config.cuda_graphs == "auto"
-        and settings.role is not Role.PREFILL
-        and ranks is None
+        device == "cuda" and config.cuda_graphs == "auto" and settings.may_decode and ranks is None
     )
     num_blocks = _num_blocks(model, draft, settings, wants_graphs, progress, ranks)
     graphs = None
@@ -69,7 +65,9 @@ def build_engine(
             device=torch.device(device),
         )
     whole = model if ranks is None else TensorParallel(model, ranks)
-    return Engine(whole, config, num_blocks, device, draft, graphs), model
+    engine = Engine(whole, config, num_blocks, device, draft, graphs)
+    engine.set_limits(settings.engine)
+    return engine, model
 
 
 def build_follower(
@@ -79,7 +77,7 @@ def build_follower(
     progress: Callable[[str], None],
 ) -> tuple[Decoder, torch.Tensor]:
     """Another rank's part of the model, and its part of as many KV blocks, bound to it."""
-    config = settings.engine
+    config = settings.widest_engine
     device = choose_device(config)
     before = memory_budget.resident_bytes()
     model = _load(files, settings, device, progress, ranks)
@@ -104,7 +102,7 @@ def _load(
     progress: Callable[[str], None],
     ranks: RankGroup | None,
 ) -> Decoder:
-    config = settings.engine
+    config = settings.widest_engine
     return load_model(
         files,
         settings.config.dtype,
@@ -127,7 +125,7 @@ def _num_blocks(
     ranks: RankGroup | None,
 ) -> int:
     """As many as every rank has room for."""
-    config, device = settings.engine, choose_device(settings.engine)
+    config, device = settings.widest_engine, choose_device(settings.engine)
     num_blocks, memory = config.num_kv_blocks, None
     if device == "cuda":
         if num_blocks is None:

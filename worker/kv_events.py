@@ -34,7 +34,7 @@ class KvEventHub:
     """
 
     def __init__(self, incarnation: str, limit: int) -> None:
-        self._incarnation = incarnation
+        self.incarnation = incarnation
         self._limit = max(limit, 1024)
         self._loop = asyncio.get_running_loop()
         self._inbox: deque[tuple[bytes, bool]] = deque()
@@ -59,7 +59,7 @@ class KvEventHub:
                 reader.woken.clear()
                 for message in self._next(reader):
                     sequence += 1
-                    message.incarnation, message.sequence = self._incarnation, sequence
+                    message.incarnation, message.sequence = self.incarnation, sequence
                     yield message
                 await asyncio.sleep(_MIN_SECONDS)
 

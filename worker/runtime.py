@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -160,8 +161,7 @@ class WorkerRuntime:
         port = bind(self.server, f"{settings.host}:{settings.port}")
         self._info = self._make_info(f"{settings.host}:{port}")
         await self.server.start()
-        self.state = WorkerState.READY
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self._be_ready()
         logger.info("%s ready at %s, incarnation %s", settings.worker_id, self.info.address,
                     self.incarnation)  # fmt: skip
 
@@ -179,6 +179,25 @@ class WorkerRuntime:
         while self.num_requests and time.monotonic() < deadline:
             await asyncio.sleep(_DRAIN_CHECK_SECONDS)
         return not self.num_requests
+
+    async def take_role(self, role: Role) -> None:
+        """Serves on as another role, in a fresh incarnation, with the same engine, transports and
+        KV blocks; what the prefix cache holds stays. After a drain. Raises EngineError, and is
+        what it was, while the engine still has sequences."""
+        settings = replace(self.settings, role=role)
+        await self.run_on_engine(lambda engine: engine.set_limits(settings.engine))
+        self.settings = settings
+        self.incarnation = self.kv_events.incarnation = uuid.uuid4().hex
+        self._info = self._make_info(self.info.address)
+
+    async def resume(self) -> None:
+        """Takes requests again after a drain."""
+        if self.state is WorkerState.DRAINING:
+            await self._be_ready()
+
+    async def _be_ready(self) -> None:
+        self.state = WorkerState.READY
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
 
     async def stop(self, grace_s: float) -> None:
         """Ends everything: calls get `grace_s` to finish, then are cancelled. Idempotent."""

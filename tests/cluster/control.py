@@ -26,6 +26,7 @@ async def controlled(
         "prefill": f"fake_worker:{prefill}",
         "decode": "fake_worker:FakeWorker",
         "colocated": "fake_worker:FakeWorker",
+        "dual": "fake_worker:FakeDualWorker",
         "follower": f"fake_worker:{follower}",
     }
     controller = Controller(

@@ -6,9 +6,11 @@ import os
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from core.errors import ModelError
+from core.errors import EngineError, ModelError
+from core.types import Role
 from core.worker_settings import WorkerSettings
 from rpc import codec
 from rpc import worker_pb2 as pb
@@ -55,6 +57,23 @@ class FakeWorker:
 
     async def stop(self, grace_s: float) -> None:
         print("stopped in order")
+
+
+class FakeDualWorker(FakeWorker):
+    """Changes its role, but stays what it is, or dies, where a file of that name says so."""
+
+    async def switch(self, role: Role, grace_s: float) -> None:
+        name = f"{self.settings.worker_id}-fault"
+        fault = Path(self.settings.config.served_model_name or "/nowhere") / name
+        match fault.read_text() if fault.exists() else "":
+            case "stays":
+                raise EngineError("1 sequences still have blocks")
+            case "dies":
+                os._exit(9)
+        await self.drain(grace_s)
+        self.settings = replace(self.settings, role=role)
+        self.info.role = codec.role_to_pb(role)
+        self.info.incarnation = uuid.uuid4().hex
 
 
 class CrashingWorker(FakeWorker):

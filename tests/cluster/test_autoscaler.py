@@ -25,9 +25,9 @@ def prefill(config: AutoscaleConfig = BOUNDS) -> Autoscaler:
 
 
 def watched(scaler: Autoscaler, count: int, tokens: int) -> Autoscaler:
-    """After the first moments, which do not count."""
-    for at in (0.0, 2.0, 4.0, 6.0):
-        assert scaler.decide(at, count, pool(count, tokens)).replicas == count
+    """After the first moments, which do not count: until 30 s were looked at."""
+    for look in range(14):
+        assert scaler.decide(2.0 * look, count, pool(count, tokens)).replicas == count
     return scaler
 
 
@@ -38,7 +38,7 @@ def decode(config: AutoscaleConfig = BOUNDS) -> Autoscaler:
 def test_prefill_follows_prompt_tokens_and_their_measured_speed() -> None:
     scaler = watched(prefill(), 3, 6000)
     # 3000 tokens/s at 1000 a worker: 3 would be full, at most 90 percent are wanted.
-    decision = scaler.decide(10.0, 3, pool(3, 6000))
+    decision = scaler.decide(28.0, 3, pool(3, 6000))
     assert decision.replicas == 4
     assert "3000 prompt tokens/s" in decision.reason
 
@@ -46,8 +46,8 @@ def test_prefill_follows_prompt_tokens_and_their_measured_speed() -> None:
 def test_a_tight_target_leaves_more_spare() -> None:
     # A prompt takes 0.5 s: with 0.6 s to the first token hardly any may wait.
     tight = AutoscaleConfig(min=1, max=8, ttft_p90=0.6)
-    assert watched(prefill(tight), 2, 2000).decide(10.0, 2, pool(2, 2000)).replicas == 4
-    assert watched(prefill(), 2, 2000).decide(10.0, 2, pool(2, 2000)).replicas == 2
+    assert watched(prefill(tight), 2, 2000).decide(28.0, 2, pool(2, 2000)).replicas == 4
+    assert watched(prefill(), 2, 2000).decide(28.0, 2, pool(2, 2000)).replicas == 2
 
 
 def test_a_lasting_backlog_grows_the_pool_and_a_short_one_does_not() -> None:

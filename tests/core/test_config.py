@@ -286,3 +286,42 @@ def test_files(tmp_path):
 )
 def test_a_memory_budget_has_units(text, size):
     assert EngineConfig(memory_budget=text).memory_budget == size
+
+
+ROLES = "model: m\npools:\n  prefill: {roles: [prefill, decode]%s}\n  decode: {%s}\n"
+
+
+def test_workers_may_have_two_roles_with_limits_of_each():
+    decode = "roles: [decode], engine: {max_num_seqs: 9, max_num_batched_tokens: 99}"
+    config = parse_config(ROLES % ("", decode))
+    assert config.roles_of("prefill") == ("prefill", "decode")
+    assert config.roles_of("decode") == ("decode",)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "message"),
+    [
+        (", tensor_parallel_size: 2", "",
+         "c.yaml:3: pools.prefill.tensor_parallel_size: expected the same as in pools.decode (1)"),
+        (", resources: {GPU: 1}", "resources: {GPU: 2}",
+         "c.yaml:3: pools.prefill.resources: expected the same as in pools.decode ({'GPU': 2.0})"),
+        ("", "engine: {max_model_len: 100}",
+         "c.yaml:4: pools.decode.engine.max_model_len: expected the same in both pools with roles"),
+        ("", "roles: [prefill]",
+         "c.yaml:4: pools.decode.roles: expected [decode, prefill] or [decode], got [prefill]"),
+        ("", "roles: [decode, decode]", "c.yaml:4: pools.decode.roles: expected [decode, prefill]"),
+        ("", "roles: [decode, colocated]", "c.yaml:4: pools.decode.roles"),
+        ("", "engine: {speculative: {method: draft_model, model: n}}",
+         "c.yaml:4: pools.decode.engine.speculative: expected the same in both pools"),
+    ],
+)  # fmt: skip
+def test_roles_that_the_pools_do_not_allow_are_refused(prefill, decode, message):
+    assert error_of(ROLES % (prefill, decode)).startswith(message)
+
+
+def test_a_draft_model_and_colocated_workers_have_one_role():
+    draft = "engine: {speculative: {method: draft_model, model: n}}\n"
+    message = error_of(draft + ROLES % ("", ""))
+    assert message.startswith("c.yaml:4: pools.prefill.roles: expected one role with speculative")
+    colocated = "model: m\nmode: colocated\npools: {colocated: {roles: [prefill]}}"
+    assert "pools.colocated.roles: unknown key of this pool" in error_of(colocated)

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from core.config import EngineConfig
+from core.config import EngineConfig, parse_config
 from core.errors import ConfigError, ModelError
 from core.model_files import ModelFiles
+from core.types import Role
+from core.worker_settings import WorkerSettings
 from engine.model.load import load_model
 from worker.engine_setup import (
     GpuMemory,
@@ -71,3 +73,18 @@ def test_the_largest_step_has_as_many_tokens_as_the_limits_allow(model, monkeypa
     assert cache_bytes == (32 + 32 + 7) * block_bytes(model, config)
     with pytest.raises(RuntimeError, match="bind a KV cache"):
         forward(*seen[0])
+
+
+def test_a_worker_of_two_roles_is_built_for_the_larger_limits_of_both():
+    config = parse_config(
+        "model: m\npools:\n"
+        "  prefill: {roles: [prefill, decode], engine: {max_num_batched_tokens: 512}}\n"
+        "  decode: {engine: {max_num_batched_tokens: 64, max_num_seqs: 128}}\n"
+    )
+    both = WorkerSettings("worker-0", Role.PREFILL, config, roles=(Role.PREFILL, Role.DECODE))
+    assert both.widest_engine.max_num_batched_tokens == 512
+    assert both.widest_engine.max_num_seqs == 128
+    assert both.may_decode
+    one = WorkerSettings("prefill-0", Role.PREFILL, config)
+    assert one.widest_engine == one.engine
+    assert not one.may_decode
