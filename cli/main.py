@@ -180,6 +180,15 @@ def plan(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the deployment's YAML here.")] = None,
+    autoscale: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MIN..MAX", help="Let each pool follow the load, and say what that costs."
+        ),
+    ] = None,
+    switch_roles: Annotated[
+        bool, typer.Option("--switch-roles", help="With workers that may change their pool.")
+    ] = False,
 ) -> None:
     """Find the pools that serve a trace best, by simulation: goodput, cost and a configuration."""
     with clear_errors():
@@ -191,7 +200,7 @@ def plan(
                 trace, hardware, model, Slo(slo_ttft, slo_tpot), gpus,
                 attainment=attainment, rate=rate, seconds=seconds, requests=requests,
                 cost_per_gpu_hour=cost_per_gpu_hour, seed=seed, exact=exact, as_json=as_json,
-                out=out,
+                out=out, autoscale=autoscale, switch_roles=switch_roles,
             )
         )  # fmt: skip
 

@@ -58,7 +58,8 @@ class Autoscaling:
             try:
                 sizes = {pool: decision.replicas for pool, decision in changes.items()}
                 name = f"autoscaling of {' and '.join(sizes)}"
-                work = self._operations.scale(sizes, self._say)
+                # A start may take minutes, in which the other pool has its own needs.
+                work = self._operations.scale(sizes, self._say, waits_for_ready=False)
                 # Shielded: the operation has its own end, as if a person had asked.
                 await asyncio.shield(self._operations.begin(name, work))
             except OverloadedError:  # an operation is under way

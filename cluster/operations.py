@@ -105,7 +105,9 @@ class Operations:
             return autoscale.bounded(self._pool(pool).replicas)
         return new.pools.named(pool).replicas
 
-    async def scale(self, replicas: Mapping[str, int], say: Say) -> None:
+    async def scale(
+        self, replicas: Mapping[str, int], say: Say, waits_for_ready: bool = True
+    ) -> None:
         """Returns when new workers are ready and surplus ones are gone."""
         for pool, wanted in replicas.items():
             self._check_pool(pool)
@@ -132,7 +134,7 @@ class Operations:
             say(f"draining {_names(surplus)}")
         removing = asyncio.gather(*(self._remove(slot, say) for slot in surplus))
         try:
-            for slot in grown:
+            for slot in grown if waits_for_ready else ():
                 await _ready(slot)
                 say(f"{slot.id} is ready")
         finally:

@@ -140,6 +140,8 @@ class WorkerSlot:
     async def switch(self, pool: str, grace_s: float) -> None:
         """Moves the worker that runs now to another pool; what runs there has its grace. Raises
         UnavailableError: then it is what it was, or its next life will be."""
+        if not self._actors or not self.is_ready:
+            raise UnavailableError(f"{self.id} is not ready")
         role, actor = Role(pool), self._actors[0]
         self._publish(WorkerState.DRAINING, f"becomes a {role} worker")
         try:

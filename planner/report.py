@@ -1,9 +1,11 @@
 """A plan as text for people, as JSON for programs and as the YAML of a deployment."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
+from core.config import AutoscaleConfig
 from planner.layout import Layout, Pool
 from planner.machines import Capability
 from planner.result import Result, Slo, percentile
@@ -125,9 +127,15 @@ def _name(layout: dict[str, Any]) -> str:
     return str(Layout(**pools, max_num_batched_tokens=layout["max_num_batched_tokens"]))
 
 
-def as_yaml(layout: Layout, capability: Capability, because: str) -> str:
+def as_yaml(
+    layout: Layout,
+    capability: Capability,
+    because: str,
+    autoscale: Mapping[str, AutoscaleConfig] | None = None,
+    switch_roles: bool = False,
+) -> str:
     """A file that `pdserve up` takes, with `because` as a comment. What a measured worker had of
-    a machine is not known: its resources are left out."""
+    a machine is not known: its resources are left out. `autoscale`: by pool."""
     lines = [f"# {line}" for line in because.splitlines()]
     mode = "disaggregated" if layout.is_disaggregated else "colocated"
     lines += [
@@ -144,4 +152,10 @@ def as_yaml(layout: Layout, capability: Capability, because: str) -> str:
         ]
         if not capability.is_measured:
             lines.append("    resources: {GPU: 1}  # of each rank")
+        if autoscale and name in autoscale:
+            wanted = autoscale[name].model_dump(exclude_defaults=True)
+            shown = ", ".join(f"{key}: {value:g}" for key, value in {"min": 1, **wanted}.items())
+            lines.append(f"    autoscale: {{{shown}}}")
+        if switch_roles:
+            lines.append("    roles: [prefill, decode]")
     return "\n".join(lines) + "\n"

@@ -176,7 +176,8 @@ class FakeOperations:
             raise OverloadedError("a rollout is under way")
         return asyncio.create_task(work, name=name)
 
-    async def scale(self, replicas, say) -> None:
+    async def scale(self, replicas, say, waits_for_ready) -> None:
+        assert not waits_for_ready
         self.asked.append(dict(replicas))
         if replicas["prefill"] == 3:
             raise RequestError("does not fit")

@@ -5,17 +5,22 @@ import math
 import random
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from core.config import AutoscaleConfig
+from planner.autoscaled import Bounds, as_dict, as_text, study
 from planner.batch_worker import Limits
 from planner.deployment import Link
 from planner.layout import Layout, Pool
 from planner.result import Result, Slo
+from planner.search import Goal
 from planner.simulate import Machine, Options, run
 from planner.step_model import FittedModel
-from planner.trace import TraceRequest
+from planner.trace import Trace, TraceRequest, load_trace
+
+TRACES = Path(__file__).parents[3] / "shared" / "data" / "traces"
 
 # 4 prompt tokens a millisecond; a decode step takes 20 ms and 1 ms for each sequence.
 MODEL = FittedModel(5, 0.25, 0, 20, 1.0, 0.00005)
@@ -53,17 +58,19 @@ def trace(rate: Callable[[float], float]) -> list[TraceRequest]:
 
 
 def simulated(
-    requests: list[TraceRequest], prefill: int, decode: int, scales: bool = False
+    requests: list[TraceRequest],
+    prefill: int,
+    decode: int,
+    scales: bool = False,
+    switches: bool = False,
 ) -> Result:
-    options = Options(autoscale=AUTOSCALE if scales else {})
+    options = Options(autoscale=AUTOSCALE if scales else {}, switches=switches)
     return run(Layout(Pool(prefill), Pool(decode)), MACHINE, requests, 0, options)
 
 
 # The least fixed sizes that meet the SLO for nine of ten requests, which is what p90 says.
-# A flat load leaves nothing to win: one worker too many, of 7, is what caution costs.
-@pytest.mark.parametrize(
-    ("rate", "best", "most"), [(flat, (4, 3), 1 + 1.2 / 7), (waves, (6, 4), 1.0)]
-)
+# A flat load leaves nothing to win: one worker too many, of 7, for as long as nobody knows.
+@pytest.mark.parametrize(("rate", "best", "most"), [(flat, (4, 3), 1.15), (waves, (6, 4), 1.0)])
 def test_it_holds_the_slo_at_about_the_cost_of_the_best_fixed_size(
     rate: Callable[[float], float], best: tuple[int, int], most: float
 ) -> None:
@@ -97,3 +104,70 @@ def test_a_burst_is_answered_and_given_back() -> None:
         assert sizes[-1][1] <= during // 2, name
         # The first step up comes within seconds.
         assert min(start for start, size in sizes if size > 3) < 430
+
+
+def test_a_pool_settles_on_a_level_and_gives_up_where_that_was_too_few() -> None:
+    """An hour of a flat load: a step down that has to be taken back is tried more and more
+    seldom."""
+    dice, now, requests = random.Random(3), 0.0, []
+    while now < 3600:
+        now += dice.expovariate(6)
+        requests.append(TraceRequest(now, int(min(6000, dice.lognormvariate(6.8, 0.6))) + 1, 60))
+    result = simulated(requests, 4, 2, scales=True)
+    assert result.attainment(SLO) >= 0.9
+    changes = [at for at, _ in result.sizes["prefill"][1:]]
+    assert sum(at > 1800 for at in changes) <= 2, result.sizes
+    assert result.worker_seconds["prefill"] / result.duration < 3
+
+
+def test_a_real_trace_costs_at_most_a_little_more_than_hindsight() -> None:
+    """The hour of the Azure conversation trace of 2023."""
+    path = TRACES / "azure2023_conv.csv.gz"
+    if not path.exists():
+        pytest.skip(f"no trace at {path}")
+    trace = load_trace(path)
+    result = study(
+        Layout(Pool(1), Pool(1)), MACHINE, trace, Goal(SLO), Bounds(1, 8), Options()
+    )  # fmt: skip
+    assert str(result.fixed) == "prefill 3 x TP1, decode 3 x TP1"
+    report = as_dict(result, Goal(SLO), cost_per_gpu_hour=2.0)
+    assert report["scaled"]["attainment"] >= 0.9
+    assert report["cost_ratio"] <= 1.15
+    assert report["scaled"]["cost"] == pytest.approx(2 * report["scaled"]["gpu_hours"])
+    text = as_text(report)
+    assert "Autoscaled, 1 to 8 workers a pool" in text and "times as much" in text
+
+
+def shifting(seconds: float) -> list[TraceRequest]:
+    """Every five minutes long prompts and short answers turn into the opposite, or back."""
+    dice, now, requests = random.Random(5), 0.0, []
+    while now < seconds:
+        now += dice.expovariate(10)
+        prompt, output = (2000, 40) if now // 300 % 2 else (300, 250)
+        requests.append(
+            TraceRequest(now, int(prompt * dice.uniform(0.7, 1.3)),
+                         int(output * dice.uniform(0.7, 1.3)))
+        )  # fmt: skip
+    return requests
+
+
+def test_workers_that_may_change_their_role_follow_a_changing_ratio_with_fewer_starts() -> None:
+    requests = shifting(1500)
+    stay, move = (simulated(requests, 3, 4, True, switches) for switches in (False, True))
+    for result in (stay, move):
+        assert result.recorder.num_finished == len(requests)
+    assert not any(stay.num_switched.values())
+    assert all(move.num_switched.values())
+    assert sum(move.num_started.values()) < sum(stay.num_started.values())
+    assert move.attainment(SLO) >= stay.attainment(SLO)
+    assert sum(move.worker_seconds.values()) <= 1.02 * sum(stay.worker_seconds.values())
+
+
+def test_a_goal_that_no_size_meets_is_said() -> None:
+    few = Trace(tuple(trace(flat)[:600]))
+    result = study(
+        Layout(Pool(1), Pool(1)), MACHINE, few, Goal(SLO), Bounds(1, 2), Options(switches=True)
+    )  # fmt: skip
+    assert result.fixed is None
+    text = as_text(as_dict(result, Goal(SLO), None))
+    assert "No fixed size of at most 2 workers a pool meets the goal" in text

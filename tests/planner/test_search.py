@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.main import app
-from core.config import parse_config
+from core.config import AutoscaleConfig, parse_config
 from core.errors import ConfigError
 from planner.fit import DecodePoint, PrefillPoint, fit
 from planner.fitted import FITTED
@@ -95,6 +95,17 @@ def test_the_yaml_is_a_deployment():
     assert parse_config(as_yaml(Layout(colocated=Pool(1)), capability, "")).mode == "colocated"
 
 
+def test_the_yaml_says_how_pools_follow_the_load():
+    bounds = {"prefill": AutoscaleConfig(min=1, max=8, ttft_p90=0.5),
+              "decode": AutoscaleConfig(min=2, max=8, tpot_p90=0.03)}  # fmt: skip
+    capability = build("h100", "llama-3.1-8b", 8)
+    text = as_yaml(Layout(Pool(2), Pool(3)), capability, "", bounds, switch_roles=True)
+    pools = parse_config(text).pools
+    assert {"prefill": pools.prefill.autoscale, "decode": pools.decode.autoscale} == bounds
+    assert pools.prefill.roles == pools.decode.roles == ["prefill", "decode"]
+    assert "autoscale: {min: 1, max: 8, ttft_p90: 0.5}" in text
+
+
 def test_a_fit_finds_the_coefficients_it_was_made_from():
     truth = FittedModel(5.0, 0.02, 1e-6, 7.0, 0.01, 5e-5)
     prefills = [
@@ -147,8 +158,13 @@ def test_the_command_prints_json_and_writes_a_config(tmp_path):
     assert best["cost"]["per_hour"] == 2.5 * best["gpus"]
     assert report["fewest_gpus"]["gpus"] == 1
     assert parse_config((tmp_path / "plan.yaml").read_text()).mode == best["layout"]["mode"]
-    text = CliRunner().invoke(app, arguments)
+    more = ["--autoscale", "1..1", "--switch-roles"]
+    text = CliRunner().invoke(app, [*arguments, *more])
     assert text.exit_code == 0 and "best of each kind" in text.stdout
+    assert "Autoscaled, 1 to 1 workers a pool" in text.stdout
+    pools = parse_config((tmp_path / "plan.yaml").read_text()).pools
+    assert pools.decode.autoscale == AutoscaleConfig(min=1, max=1, tpot_p90=0.03)
+    assert pools.decode.roles == ["prefill", "decode"]
 
 
 @pytest.mark.parametrize(
@@ -158,6 +174,8 @@ def test_the_command_prints_json_and_writes_a_config(tmp_path):
         ({"--model": "llama-3.1-70b"}, "does not fit on 1 x h100"),
         ({"--slo-tpot": "0.0001"}, "no layout meets the SLO"),
         ({"--trace": "/nowhere.csv"}, "cannot read trace"),
+        ({"--autoscale": "3..2"}, "--autoscale 3..2: expected MIN..MAX workers of each pool"),
+        ({"--autoscale": "1..4"}, "up to 4 GPUs"),
     ],
 )
 def test_the_command_says_what_is_wrong(tmp_path, change, message):

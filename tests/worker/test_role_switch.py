@@ -76,10 +76,12 @@ class Pools:
         return answer["choices"][0]["token_ids"], len(sequence["attempts"])
 
     async def streaming(self, worker_id: str) -> "asyncio.Task[tuple[list[list[int]], int]]":
-        """Answers under way, all on this decode worker."""
+        """Answers under way, all on this decode worker, and well past their first tokens."""
+        engine = self.workers[worker_id].runtime.engine
+        before = engine.stats().tokens_decoded_total
         task = asyncio.create_task(self.answers())
-        busy = self.workers[worker_id]
-        await eventually(lambda: busy.num_requests == 4 and task_has_tokens(busy))
+        await eventually(lambda: len(engine.scheduler.running) == 4)
+        await eventually(lambda: engine.stats().tokens_decoded_total > before + 100)
         return task
 
     async def check_nothing_left(self) -> None:
@@ -92,10 +94,6 @@ class Pools:
             assert counts.running == counts.held == counts.awaiting == 0
             assert counts.free + counts.cached == counts.total
             await each.runtime.run_on_engine(lambda engine: engine.check_integrity())
-
-
-def task_has_tokens(busy: DualWorker) -> bool:
-    return len(busy.runtime.engine.scheduler.running) == 4
 
 
 @asynccontextmanager
