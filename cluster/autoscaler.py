@@ -260,8 +260,10 @@ class Autoscaler:
 
     @staticmethod
     def _ahead(rates: Sequence[float]) -> Sequence[float]:
-        """With what a rise that is more than chance will have become when a new worker is there."""
+        """With what a rise that is more than chance will have become when a new worker is there,
+        and without what is over."""
         short, soon, long = rates
+        long = min(soon, long)
         if soon > _RISE * long:
             soon += soon - long  # the averages are 90 s apart, and late by 30 s
         return short, soon, long
