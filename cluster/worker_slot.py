@@ -155,8 +155,8 @@ class WorkerSlot:
             raise UnavailableError(f"{self.id} died as it became a {role} worker")
         if not outcome.error:
             self.settings = replace(self.settings, role=role)
-            info = worker_pb.WorkerInfo.FromString(outcome.info)
-            self._entry.role, self._entry.incarnation = info.role, info.incarnation
+            self._entry.role = codec.role_to_pb(role)
+            self._know(worker_pb.WorkerInfo.FromString(outcome.info))
         self._publish(WorkerState.READY)
         if outcome.error:
             raise UnavailableError(f"{self.id} stays a {self.pool} worker: {outcome.error}")
