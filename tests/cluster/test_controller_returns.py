@@ -18,6 +18,7 @@ from cluster.attach import attach, end_deployment
 from cluster.controller import Controller
 from cluster.controller_actor import ControllerSpec
 from cluster.controller_client import ControllerClient
+from cluster.lives import find_lives
 from cluster.wanted import Wanted, WantedFile
 from cluster.worker_slot import SlotOptions
 from core.config import parse_config
@@ -198,9 +199,9 @@ async def test_a_worker_that_drains_goes_on_draining(ray_running, tmp_path):
         draining = asyncio.create_task(
             said(deployment.stub.DrainWorker(pb.DrainWorkerRequest(worker_id="prefill-0")))
         )
-        await deployment.view_where(lambda w: w["prefill-0"].state == DRAINING)
         async with asyncio.timeout(PATIENCE_S):
-            await asyncio.sleep(0.2)  # the worker has heard of it
+            while not any(life.is_draining for life in await find_lives(NAME)):
+                await asyncio.sleep(0.05)
         await deployment.killed()
         with pytest.raises(UnavailableError):
             await draining
@@ -216,6 +217,16 @@ async def test_a_worker_that_drains_goes_on_draining(ray_running, tmp_path):
         assert {after[name].pid for name in ("prefill-1", "decode-0")} == {
             before[name].pid for name in ("prefill-1", "decode-0")
         }
+
+
+async def test_all_can_be_ended_without_being_asked(ray_running, tmp_path):
+    """As `pdserve down` does when the controller does not answer."""
+    facts, _ = await asyncio.to_thread(attach, spec_for(tmp_path))
+    async with asyncio.timeout(PATIENCE_S):
+        while len(left()) < 7:  # the controller, and two of each worker
+            await asyncio.sleep(0.05)
+    await asyncio.to_thread(end_deployment, NAME)
+    await nothing_left(facts.address)
 
 
 async def test_a_port_that_is_taken_is_one_clear_error(ray_running, tmp_path):
