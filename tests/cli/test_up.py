@@ -108,8 +108,8 @@ def test_a_lost_head_router_and_worker_come_back_and_down_ends_it(start_up, pdse
     said = read_until(process, "Ray's head is back")
     assert "requests go on" in said and "prefill-0" not in said and "decode-0" not in said
     assert len(ours) == 3 and all(p.is_running() for p in ours)
-    first_router = next(filter(is_router, processes))
-    worker = next(filter(is_worker, processes))
+    first_router = next(filter(is_router, ours))
+    worker = next(filter(is_worker, ours))
     first_router.kill()
     wait_until(
         lambda: [p for p in family(process) if is_router(p) and p != first_router],
