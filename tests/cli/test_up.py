@@ -42,7 +42,9 @@ def is_router(process: psutil.Process) -> bool:
 
 
 def is_worker(process: psutil.Process) -> bool:
-    return process.name().startswith("ray::WorkerA")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.name().startswith("ray::WorkerA")
+    return False
 
 
 def is_controller(process: psutil.Process) -> bool:
