@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import psutil
 import pytest
 from manifests import deployment_yaml, needs_kubectl, pod_templates, render
 
+from support.certificates import Authority
 from support.live import free_port, wait_until
 
 pytestmark = [needs_kubectl, pytest.mark.slow]
@@ -28,14 +30,17 @@ pytestmark = [needs_kubectl, pytest.mark.slow]
 class Pods:
     """Runs containers as processes. Owns them, and the folder that they write to."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.objects = render("cpu-demo")
+    def __init__(self, overlay: str, folder: Path, stack: ExitStack) -> None:
+        self.objects = render(overlay)
         self.folder = folder
+        self.has_tls = overlay == "gpu-tls"
         self._stack = stack
         self.http, self.grpc, gcs, controller = (free_port() for _ in range(4))
         config = deployment_yaml(self.objects)
         config = config.replace("0.0.0.0:8000", f"127.0.0.1:{self.http}")
         config = config.replace("0.0.0.0:8001", f"127.0.0.1:{self.grpc}")
+        if self.has_tls:
+            config = self._as_here(config)
         (folder / "pdserve.yaml").write_text(config)
         self._here = {
             "/etc/pdserve/pdserve.yaml": str(folder / "pdserve.yaml"),
@@ -44,6 +49,31 @@ class Pods:
             "pdserve-controller:8002": f"127.0.0.1:{controller}",
             "0.0.0.0:8002": f"127.0.0.1:{controller}",
         }
+
+    def _as_here(self, config: str) -> str:
+        """The secrets as files, and a small model on CPUs. The GPUs are only claimed."""
+        tls = self.folder / "tls"
+        part = Authority.make(tls).issue("tls", alt="DNS:pdserve.internal,IP:127.0.0.1")
+        assert (part.cert_file, part.ca_file) == (f"{tls}/tls.crt", f"{tls}/ca.crt")
+        for there, here in (
+            ("/etc/pdserve-tls/internal", str(tls)),
+            ("/etc/pdserve-tls/router", str(tls)),
+            ("/models/model", "smollm2-135m"),
+            ("max_model_len: 32768", "device: cpu\n  max_model_len: 2048"),
+            ("replicas: 2", "replicas: 1"),
+        ):
+            assert there in config
+            config = config.replace(there, here)
+        return config
+
+    @property
+    def client(self) -> httpx.Client:
+        ca = self.folder / "tls" / "ca.crt"
+        verify = ssl.create_default_context(cafile=str(ca)) if self.has_tls else True
+        scheme = "https" if self.has_tls else "http"
+        return httpx.Client(
+            base_url=f"{scheme}://127.0.0.1:{self.http}", verify=verify, timeout=120
+        )
 
     def container(self, pod: str, name: str) -> dict:
         (template,) = [t for n, t in pod_templates(self.objects) if n == pod]
@@ -67,7 +97,8 @@ class Pods:
         cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         own = {}
         for variable in container.get("env", []):
-            own[variable["name"]] = variable.get("value", "")
+            value = variable.get("value", "")
+            own[variable["name"]] = value.replace("/etc/pdserve-tls/internal", f"{self.folder}/tls")
             if "valueFrom" in variable:
                 key = variable["valueFrom"]["secretKeyRef"]["key"]
                 own[variable["name"]] = f"the secret {key} of this test"
@@ -110,22 +141,22 @@ def end(process: subprocess.Popen) -> None:
 
 
 @contextmanager
-def pods() -> Iterator[Pods]:
+def pods(overlay: str) -> Iterator[Pods]:
     folder = Path(tempfile.mkdtemp(prefix="pd-k8s-", dir="/tmp"))  # short: sockets go below it
     try:
         with ExitStack() as stack:
-            yield Pods(folder, stack)
+            yield Pods(overlay, folder, stack)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_the_rendered_commands_serve_and_a_pod_that_goes_loses_no_request():
-    with pods() as running:
-        url = f"http://127.0.0.1:{running.http}"
+@pytest.mark.parametrize("overlay", ["cpu-demo", "gpu-tls"])
+def test_the_rendered_commands_serve_and_a_pod_that_goes_loses_no_request(overlay):
+    with pods(overlay) as running, running.client as client:
 
         def is_ready() -> bool:
             try:
-                return httpx.get(f"{url}/ready", timeout=5).status_code == 200
+                return client.get("/ready", timeout=5).status_code == 200
             except httpx.TransportError:
                 return False
 
@@ -139,20 +170,20 @@ def test_the_rendered_commands_serve_and_a_pod_that_goes_loses_no_request():
         except AssertionError as error:
             raise AssertionError(f"{error}\n{running.logs()}") from error
         probe = running.container("pdserve-router", "router")["livenessProbe"]["httpGet"]["path"]
-        assert httpx.get(url + probe, timeout=5).status_code == 200
+        assert client.get(probe, timeout=5).status_code == 200
 
         texts: list[str] = []
 
         def stream() -> None:
             body = {"model": "smollm2-135m", "prompt": "One, two,", "max_tokens": 150,
                     "temperature": 0, "stream": True, "ignore_eos": True}  # fmt: skip
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+            with client.stream("POST", "/v1/completions", json=body) as answer:
                 texts.extend(answer.iter_lines())
 
         streaming = threading.Thread(target=stream)
         streaming.start()
         wait_until(lambda: len(texts) > 4, 60, "the first tokens")
-        before = {w["id"]: w["incarnation"] for w in httpx.get(f"{url}/cluster").json()["workers"]}
+        before = {w["id"]: w["incarnation"] for w in client.get("/cluster").json()["workers"]}
 
         # Every worker is on this host: one preStop drains them all, as if both pods went.
         container = running.container("decode", "ray-worker")
@@ -166,12 +197,12 @@ def test_the_rendered_commands_serve_and_a_pod_that_goes_loses_no_request():
         assert not [e for e in events[:-1] if "error" in json.loads(e)]
 
         def are_replaced() -> bool:
-            workers = httpx.get(f"{url}/cluster").json()["workers"]
+            workers = client.get("/cluster").json()["workers"]
             now = {w["id"]: w["incarnation"] for w in workers if w["state"] == "ready"}
             return len(now) == 2 and not set(now.values()) & set(before.values())
 
         wait_until(are_replaced, 120, "fresh workers")
         wait_until(is_ready, 30, "the router's /ready")
         body = {"model": "smollm2-135m", "prompt": "One, two,", "max_tokens": 4}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        answer = client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
