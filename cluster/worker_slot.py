@@ -376,4 +376,7 @@ def _why_dead(error: Exception) -> str:
         if "exit" in line.lower() or "died" in line.lower() or "kill" in line.lower():
             text = line
             break
+    else:
+        if isinstance(error, ray.exceptions.RayTaskError):  # a traceback: its end says what it was
+            text = text.rstrip().rpartition("\n")[2]
     return " ".join(text.split())[:300] or type(error).__name__

@@ -7,8 +7,10 @@ import signal
 import psutil
 import pytest
 from control import PATIENCE_S, controlled, is_ready, view_where
+from ray.exceptions import RayActorError, RayTaskError
 
 from cluster.backoff import Backoff
+from cluster.worker_slot import _why_dead
 from core.config import parse_config
 from core.errors import UnavailableError
 from rpc import cluster_pb2, cluster_pb2_grpc
@@ -125,3 +127,10 @@ async def test_a_colocated_pool_has_two_workers_with_their_share_of_threads(ray_
     async with controlled(config, tmp_path) as controller:
         await controller.wait_ready()
         assert [w.role for w in controller.publisher.view().workers] == [pb.ROLE_COLOCATED] * 2
+
+
+def test_the_reason_of_an_error_in_an_actor_is_the_end_of_its_traceback():
+    trace = 'ray::Actor.start() (pid=1)\n  File "x.py", line 1, in f\nTypeError: what it was\n'
+    error = RayTaskError("start", trace, TypeError("what it was"))
+    assert _why_dead(error) == "TypeError: what it was"
+    assert "killed" in _why_dead(RayActorError(error_msg="first\nThe actor was killed.\nlast"))
