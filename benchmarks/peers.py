@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.peer_results import Results, report  # noqa: E402
 from benchmarks.peer_servers import MODEL, PEERS, PORT, Peer, Server, Workshop  # noqa: E402
 from core.gguf_metadata import read_gguf_metadata  # noqa: E402
-from router.gguf_tokenizer import tokenizer_from_gguf  # noqa: E402
+from router.text.gguf_tokenizer import tokenizer_from_gguf  # noqa: E402
 
 _READY_SECONDS = 600.0  # vLLM compiles for minutes on its first start
 _CLIENT_SECONDS = 900.0

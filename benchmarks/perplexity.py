@@ -22,7 +22,7 @@ from engine.attention.kv_format import KVCacheDtype  # noqa: E402
 from engine.model.decoder import Decoder  # noqa: E402
 from engine.model.load import load_model  # noqa: E402
 from engine.model.quantised import Quantization  # noqa: E402
-from router.tokenizer import load_tokenizer  # noqa: E402
+from router.text.tokenizer import load_tokenizer  # noqa: E402
 
 TEXT = ROOT / "tests" / "data" / "moby_dick.txt"
 BLOCK, CHUNK = 16, 64

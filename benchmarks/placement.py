@@ -12,9 +12,9 @@ from time import perf_counter
 
 from core.block_hash import block_hashes, short_hash
 from core.types import Role
-from router.placement import Placer
-from router.policy import POLICIES, Demand
-from router.registry import Registry
+from router.placement.placer import Placer
+from router.placement.policy import POLICIES, Demand
+from router.placement.registry import Registry
 from rpc import codec, worker_pb2
 from rpc.cluster_pb2 import ClusterView, WorkerEntry
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from core.errors import ConfigError
-from router.api_keys import KeyEntry, hash_key, new_key, read_entries
+from router.access.api_keys import KeyEntry, hash_key, new_key, read_entries
 
 
 def add_key(

@@ -19,7 +19,7 @@
     +- EngineError                    500 INTERNAL             the engine failed
        +- RankLostError               500 INTERNAL             a part of a tensor-parallel worker
 
-`rpc.status` maps the tree to gRPC and back, `router.errors` to HTTP, each in one place.
+`rpc.status` maps the tree to gRPC and back, `router.http.errors` to HTTP, each in one place.
 """
 
 

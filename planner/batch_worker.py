@@ -12,7 +12,7 @@ from planner.prefix_cache import PrefixCache
 from planner.shared_host import Pace
 from planner.speeds import speeds_of
 from planner.step_model import StepModel
-from router.policy import Load
+from router.placement.policy import Load
 
 _BLOCK = 16  # tokens of a KV block, for the policy's view
 

@@ -10,7 +10,7 @@ from planner.event_loop import EventLoop
 from planner.job import Job
 from planner.prefix_cache import PrefixCache
 from planner.result import Recorder
-from router.policy import POLICIES, Demand, Load, best_pair, best_worker, has_room
+from router.placement.policy import POLICIES, Demand, Load, best_pair, best_worker, has_room
 
 
 class Worker(Protocol):
@@ -110,7 +110,7 @@ class Deployment:
             self._is_letting_in = False
 
     def _has_room(self) -> bool:
-        """As in `router.placement`. A large pool always has: that somebody there has room is
+        """As in `router.placement.placer`. A large pool always has: that somebody there has room is
         cheaper to assume than to find out."""
         sides = ((self.prefills, True, not self.decodes), (self.decodes, False, True))
         return not self._holds_back or all(

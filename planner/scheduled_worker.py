@@ -17,7 +17,7 @@ from planner.prefix_cache import PrefixCache
 from planner.shared_host import Pace
 from planner.speeds import speeds_of
 from planner.step_model import StepModel
-from router.policy import Load
+from router.placement.policy import Load
 
 _BLOCK = 16
 _WRITTEN = 0  # the token id of everything that is "generated"

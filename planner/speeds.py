@@ -1,7 +1,7 @@
 """What a simulated worker would have measured of itself."""
 
 from planner.step_model import StepModel
-from router.policy import Speeds
+from router.placement.policy import Speeds
 
 _CONTEXT = 1024  # tokens of each sequence that decodes
 _BATCH = 33

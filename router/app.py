@@ -13,19 +13,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from core.config import Config
 from core.errors import PdserveError
-from router.api_keys import KeyStore
-from router.caller import Caller
+from router.access.api_keys import KeyStore
+from router.access.caller import Caller
 from router.cluster_view import cluster_view
 from router.dashboard import dashboard_routes
 from router.debug_routes import debug_routes
-from router.embeddings import embedding_routes
-from router.errors import as_pdserve_error, error_response, install_error_handlers
-from router.frontend import Frontend
-from router.metrics import SEEN_BY_ALL
-from router.openai_routes import openai_routes
-from router.responses import SERVER_SEND
-from router.share import Share, merged_metrics
-from router.tokenize_routes import tokenize_routes
+from router.http.errors import as_pdserve_error, error_response, install_error_handlers
+from router.http.responses import SERVER_SEND
+from router.openai.embeddings import embedding_routes
+from router.openai.frontend import Frontend
+from router.openai.routes import openai_routes
+from router.openai.tokenize_routes import tokenize_routes
+from router.processes.share import Share, merged_metrics
+from router.request.metrics import SEEN_BY_ALL
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 

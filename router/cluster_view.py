@@ -3,7 +3,7 @@
 from typing import Any
 
 from core.types import WorkerState
-from router.registry import Registry
+from router.placement.registry import Registry
 from rpc import codec, worker_pb2
 from rpc.cluster_pb2 import WorkerEntry
 

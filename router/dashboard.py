@@ -21,11 +21,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from core.errors import OverloadedError
 from router.cluster_view import cluster_view
-from router.frontend import Frontend
-from router.responses import GuardedResponse, event_stream
-from router.share import Share
-from router.timeline import MAX_TIMELINES, EventLog, Timeline
-from router.timeline_view import timeline_summary
+from router.http.responses import GuardedResponse, event_stream
+from router.openai.frontend import Frontend
+from router.processes.share import Share
+from router.request.timeline import MAX_TIMELINES, EventLog, Timeline
+from router.request.timeline_view import timeline_summary
 
 MAX_CLIENTS = 16
 INTERVAL_S = 0.5

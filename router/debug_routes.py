@@ -6,9 +6,9 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse
 
 from core.errors import NotFoundError, RequestError
-from router.share import Share
-from router.timeline import MAX_TIMELINES, Timelines
-from router.timeline_view import timeline_summary, timeline_view
+from router.processes.share import Share
+from router.request.timeline import MAX_TIMELINES, Timelines
+from router.request.timeline_view import timeline_summary, timeline_view
 
 _DEFAULT_LIMIT = 50
 

@@ -14,15 +14,15 @@ from grpc_reflection.v1alpha import reflection
 
 from core.errors import RequestError
 from core.types import TokenLogprobs
-from router.api_keys import KeyStore
-from router.caller import Caller
-from router.chat_output import ChatReader, MessageDelta
-from router.frontend import Frontend
-from router.generation import Delta, TextRequest, Usage
-from router.grpc_keys import authorization_of
-from router.openai_format import finish_reason_of
-from router.openai_protocol import parse_chat, parse_completion
-from router.timeline import Timeline
+from router.access.api_keys import KeyStore
+from router.access.caller import Caller
+from router.access.grpc_keys import authorization_of
+from router.chat.output import ChatReader, MessageDelta
+from router.openai.format import finish_reason_of
+from router.openai.frontend import Frontend
+from router.openai.protocol import parse_chat, parse_completion
+from router.request.generation import Delta, TextRequest, Usage
+from router.request.timeline import Timeline
 from rpc import inference_pb2 as pb
 from rpc import inference_pb2_grpc
 from rpc.status import translated_errors

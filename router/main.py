@@ -3,7 +3,7 @@
 HTTP and gRPC run in one asyncio loop. SIGTERM or SIGINT stops it: nothing new is admitted, running
 streams have some seconds to end, the rest end with an error event; then it exits with 0. What
 keeps it from starting is one line on stderr and exit code 1. With `router.workers` above 1 this
-process serves nothing itself: `router.supervisor` starts that many of its kind.
+process serves nothing itself: `router.processes.supervisor` starts that many of its kind.
 """
 
 import argparse
@@ -21,10 +21,10 @@ from core.config import Config, load_config
 from core.errors import ConfigError, ModelError
 from core.logs import use_format
 from core.model_files import resolve_model
+from router.processes.share import Share
+from router.processes.supervisor import Supervisor
 from router.server import RouterServer
-from router.share import Share
-from router.supervisor import Supervisor
-from router.tokenizer import Tokenizer, load_tokenizer
+from router.text.tokenizer import Tokenizer, load_tokenizer
 from rpc.tls import use_internal_tls
 
 logger = logging.getLogger(__name__)

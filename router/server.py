@@ -10,26 +10,26 @@ from grpc_health.v1 import health_pb2
 from core.config import Config
 from core.errors import ConfigError
 from core.types import Role
-from router.admission import Admission
-from router.api_keys import KeyStore
+from router.access.api_keys import KeyStore
+from router.access.grpc_keys import KeyInterceptor
+from router.access.usage import UsageFile
 from router.app import make_app
-from router.frontend import Frontend
-from router.grpc_keys import KeyInterceptor
+from router.chat.tools import ChatReading
 from router.grpc_service import SERVICE, add_public_services
-from router.http_server import HttpServer
-from router.metrics import Metrics
-from router.pipeline import Pipeline, Waits
-from router.placement import Placer
-from router.registry import Registry
-from router.retry_budget import RetryBudget
-from router.share import Share
-from router.tally import Tally, TallyFile
-from router.timeline import Timelines
-from router.tokenizer import Tokenizer
-from router.tools import ChatReading
-from router.tracing import Tracer
-from router.turnstile import Turnstile
-from router.usage import UsageFile
+from router.http.server import HttpServer
+from router.openai.frontend import Frontend
+from router.placement.placer import Placer
+from router.placement.registry import Registry
+from router.placement.turnstile import Turnstile
+from router.processes.share import Share
+from router.processes.tally import Tally, TallyFile
+from router.request.admission import Admission
+from router.request.metrics import Metrics
+from router.request.pipeline import Pipeline, Waits
+from router.request.retry_budget import RetryBudget
+from router.request.timeline import Timelines
+from router.request.tracing import Tracer
+from router.text.tokenizer import Tokenizer
 from rpc.channel import bind_public, make_public_server
 from rpc.tls import TlsFiles
 

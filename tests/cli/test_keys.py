@@ -5,7 +5,7 @@ import stat
 
 import yaml
 
-from router.api_keys import KeyStore, hash_key
+from router.access.api_keys import KeyStore, hash_key
 
 
 def test_a_new_key_is_printed_once_and_hashed_in_the_file(pdserve, tmp_path):

@@ -10,7 +10,7 @@ from tokenizers import decoders, models
 from core.errors import ModelError
 from core.model_files import ModelFiles
 from core.vocabulary import Vocabulary, load_vocabulary
-from router.tokenizer import load_tokenizer
+from router.text.tokenizer import load_tokenizer
 from support.byte_tokenizer import EOS, byte_tokenizer
 from support.models import smollm2_files
 

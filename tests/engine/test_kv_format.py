@@ -11,7 +11,7 @@ from engine.attention.kv_format import KVFormat
 from engine.model.decoder import Decoder
 from engine.model.load import load_model
 from kv_transfer.compatibility import check
-from router.tokenizer import load_tokenizer
+from router.text.tokenizer import load_tokenizer
 from support.models import smollm2_files
 from support.models_check import pull
 from support.tiny_models import PagedRunner, make_tiny, random_ids, save_tiny

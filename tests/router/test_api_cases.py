@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router import request_body
+from router.http import request_body
 from rpc import inference_pb2 as pb
 from rpc import inference_pb2_grpc
 from rpc.channel import make_channel

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from core.errors import AuthenticationError, ConfigError, RateLimitError
-from router.api_keys import Account, KeyEntry, KeyStore, hash_key, new_key, read_entries
+from router.access.api_keys import Account, KeyEntry, KeyStore, hash_key, new_key, read_entries
 from rpc import inference_pb2 as pb
 from rpc import inference_pb2_grpc
 from rpc.channel import make_channel

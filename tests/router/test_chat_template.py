@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from core.errors import ModelError, PdserveError, RequestError
-from router.chat_template import ChatTemplate, normalize_messages
-from router.tokenizer import load_tokenizer
+from router.chat.template import ChatTemplate, normalize_messages
+from router.text.tokenizer import load_tokenizer
 from support.models import smollm2_files
 
 CHATML = (
@@ -356,7 +356,7 @@ def test_no_torch_and_no_transformers_are_needed():
     import subprocess
 
     code = (
-        "import sys, router.tokenizer, router.detokenizer, router.chat_template; "
+        "import sys, router.text.tokenizer, router.text.detokenizer, router.chat_template; "
         "print(sorted({'torch', 'transformers', 'ray'} & set(sys.modules)))"
     )
     path = ":".join(entry for entry in sys.path if entry)

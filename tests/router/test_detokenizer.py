@@ -5,8 +5,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from core.model_files import ModelFiles
-from router.detokenizer import IncrementalDetokenizer
-from router.tokenizer import Tokenizer, load_tokenizer
+from router.text.detokenizer import IncrementalDetokenizer
+from router.text.tokenizer import Tokenizer, load_tokenizer
 from support.models import smollm2_files
 
 SPECIAL = 300
@@ -203,7 +203,7 @@ def test_an_empty_stop_and_untracked_pieces_are_mistakes_of_the_caller():
 def test_work_does_not_grow_with_the_stop_string():
     """A stop that almost matches, again and again: each character is looked at a bounded number
     of times (counted, not timed)."""
-    from router.detokenizer import _StopMatcher
+    from router.text.detokenizer import _StopMatcher
 
     class CountedStop(str):
         looks = 0

@@ -9,8 +9,9 @@ import httpx
 import pytest
 
 from core.config import Config, parse_config
-from router import http_server, request_body
-from router.frontend import Frontend
+from router.http import request_body
+from router.http import server as http_server
+from router.openai.frontend import Frontend
 from support.fake_workers import eventually
 from support.router import Running, running
 

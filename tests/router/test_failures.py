@@ -10,7 +10,7 @@ import pytest
 
 from core.errors import EngineError, HandoverError, OverloadedError, RequestError, UnavailableError
 from core.types import Role
-from router.pipeline import Waits
+from router.request.pipeline import Waits
 from rpc import worker_pb2
 from support.fake_workers import BLOCK_SIZE, Fault, answer_text, eventually
 from support.router import Running, running
@@ -244,7 +244,8 @@ async def test_an_error_in_mid_stream_ends_it_without_done():
         chunks = events(response.text)
         assert set(chunks[-1]) == {"error"}
         assert set(chunks[-1]["error"]) == {"message", "type", "param", "code"}
-        assert "".join(c["choices"][0]["text"] for c in chunks[:-1]) == TEXT[:3]
+        # The error may overtake tokens: they come by the stream that all attempts share.
+        assert TEXT[:3].startswith("".join(c["choices"][0]["text"] for c in chunks[:-1]))
         assert all(c["choices"][0]["finish_reason"] is None for c in chunks[:-1])
         assert not is_done(response.text)
         whole = await router.post(prompt="hello", max_tokens=8)

@@ -3,7 +3,7 @@
 import pytest
 
 from core.errors import ModelError
-from router.tokenizer import load_tokenizer
+from router.text.tokenizer import load_tokenizer
 from support.models import smollm2_files
 
 HI = [{"role": "user", "content": "hi"}]

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from router.pipeline import Waits
+from router.request.pipeline import Waits
 from rpc import inference_pb2 as pb
 from rpc import inference_pb2_grpc, worker_pb2
 from rpc.channel import make_channel

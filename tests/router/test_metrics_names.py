@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from core import metrics as names
 from core.errors import UnavailableError
-from router.metrics import MAX_WORKER_LABELS
+from router.request.metrics import MAX_WORKER_LABELS
 from support.fake_workers import Fault
 from support.router import Running, running
 

@@ -6,9 +6,9 @@ import pytest
 
 from core.errors import EngineError, UnavailableError
 from core.types import Role
-from router import breaker as breaker_module
-from router import worker as worker_module
-from router.retry_budget import RetryBudget
+from router.placement import breaker as breaker_module
+from router.placement import worker as worker_module
+from router.request.retry_budget import RetryBudget
 from support.fake_workers import FakeWorker, Fault, answer_text, eventually, says
 from support.router import Running, running
 from support.sse import stream_body

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from core.errors import OverloadedError
-from router.fair_queue import FairQueue
-from router.turnstile import Estimate, Turnstile
+from router.placement.fair_queue import FairQueue
+from router.placement.turnstile import Estimate, Turnstile
 from rpc.worker_pb2 import KvBlockCounts
 from support.fake_workers import FakeWorker, eventually
 from support.router import Running, running

@@ -9,7 +9,7 @@ import pytest
 
 from core.block_hash import block_hashes
 from planner.prefix_cache import PrefixCache
-from router.policy import POLICIES, Demand, Load, Speeds, best_worker
+from router.placement.policy import POLICIES, Demand, Load, Speeds, best_worker
 from support.fake_workers import BLOCK_SIZE, Fault, answer_text, eventually
 from support.router import Running, running
 

@@ -6,8 +6,8 @@ import pytest
 
 from core.block_hash import block_hashes, short_hash
 from core.errors import UnavailableError
-from router.breaker import Breaker
-from router.policy import (
+from router.placement.breaker import Breaker
+from router.placement.policy import (
     POLICIES,
     Demand,
     Load,
@@ -20,7 +20,7 @@ from router.policy import (
     local_cost,
     prefill_seconds,
 )
-from router.prefix_index import PrefixIndex
+from router.placement.prefix_index import PrefixIndex
 from rpc.worker_pb2 import KvBlockEvents
 
 # 1000 prompt tokens a second; a step takes 20 ms and 1 ms for each sequence.

@@ -10,11 +10,11 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from core.errors import EngineError
-from router.chat_output import ReadingPlan
-from router.generation import Delta, TextRequest, Usage
-from router.openai_response_body import chat_of, parse_response
-from router.openai_response_format import ResponseFormatter
-from router.tool_formats import FORMATS
+from router.chat.output import ReadingPlan
+from router.chat.tool_formats import FORMATS
+from router.openai.response_body import chat_of, parse_response
+from router.openai.response_format import ResponseFormatter
+from router.request.generation import Delta, TextRequest, Usage
 from rpc import worker_pb2
 from support.byte_tokenizer import byte_tokenizer
 from support.fake_workers import Fault, answer_text, says

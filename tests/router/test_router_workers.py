@@ -15,13 +15,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from core.errors import OverloadedError, RateLimitError
 from core.types import Role
-from router.admission import Admission
-from router.api_keys import KeyStore, hash_key
-from router.metrics import SEEN_BY_ALL, Metrics
-from router.registry import Registry
-from router.share import Share, merged_metrics
-from router.tally import TallyFile
-from router.usage import UsageFile
+from router.access.api_keys import KeyStore, hash_key
+from router.access.usage import UsageFile
+from router.placement.registry import Registry
+from router.processes.share import Share, merged_metrics
+from router.processes.tally import TallyFile
+from router.request.admission import Admission
+from router.request.metrics import SEEN_BY_ALL, Metrics
 from support.byte_tokenizer import TEMPLATE, byte_tokenizer
 from support.fake_workers import FakeCluster, answer_text, eventually
 

@@ -12,13 +12,13 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from core import metrics as names
 from core.errors import EngineError
 from core.types import SamplingParams
-from router import responses
-from router.attempt import Attempt
-from router.generation import Delta, Generation, TextRequest
-from router.metrics import TokenHistogram
-from router.openai_format import CHAT, COMPLETION, Formatter
-from router.responses import event_stream
-from router.step_stream import Inbox, StepReader
+from router.http import responses
+from router.http.responses import event_stream
+from router.openai.format import CHAT, COMPLETION, Formatter
+from router.placement.step_stream import Inbox, StepReader
+from router.request.attempt import Attempt
+from router.request.generation import Delta, Generation, TextRequest
+from router.request.metrics import TokenHistogram
 from rpc import worker_pb2
 from support.fake_workers import Fault, answer_text, eventually
 from support.router import Running, running

@@ -5,8 +5,8 @@ import pytest
 
 from core.errors import RequestError
 from core.types import Grammar, GrammarKind
-from router.openai_protocol import parse_chat, parse_completion
-from router.structured_output import grammar_of
+from router.chat.structured_output import grammar_of
+from router.openai.protocol import parse_chat, parse_completion
 from rpc import inference_pb2, inference_pb2_grpc, worker_pb2
 from support.fake_workers import Fault, says
 from support.router import MODEL, running

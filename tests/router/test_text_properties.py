@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from core.errors import UnavailableError
 from core.types import FinishReason, SamplingParams, TokenLogprobs
-from router.attempt import TokenBatch
-from router.chat_output import ReadingPlan
-from router.generation import Delta, Generation, TextRequest, Usage
-from router.openai_format import CHAT, COMPLETION, Formatter, make_formatter
-from router.openai_protocol import parse_chat, parse_completion
-from router.timeline import AttemptTimeline, Timeline, Timelines
-from router.tool_formats import FORMATS
+from router.chat.output import ReadingPlan
+from router.chat.tool_formats import FORMATS
+from router.openai.format import CHAT, COMPLETION, Formatter, make_formatter
+from router.openai.protocol import parse_chat, parse_completion
+from router.request.attempt import TokenBatch
+from router.request.generation import Delta, Generation, TextRequest, Usage
+from router.request.timeline import AttemptTimeline, Timeline, Timelines
 from support.byte_tokenizer import EOS, byte_tokenizer
 from support.fake_workers import Fault, says
 from support.router import running

@@ -8,8 +8,8 @@ import pytest
 
 from core.errors import UnavailableError
 from core.logs import formatter
-from router.timeline import MAX_TOKEN_TIMES, Timeline, Timelines
-from router.timeline_view import timeline_view
+from router.request.timeline import MAX_TOKEN_TIMES, Timeline, Timelines
+from router.request.timeline_view import timeline_view
 from rpc import worker_pb2
 from support.fake_workers import FakeWorker, Fault, eventually
 from support.router import Running, running
@@ -212,13 +212,13 @@ async def test_a_request_leaves_one_line_in_the_log_with_its_ids(
     router: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What a collector joins by: the client's own id, in JSON fields and in the words."""
-    with caplog.at_level(logging.INFO, "router.timeline"):
+    with caplog.at_level(logging.INFO, "router.request.timeline"):
         response = await router.http.post(
             "/v1/completions",
             json={"model": "fake", "prompt": "hello world", "max_tokens": 5},
             headers={"x-request-id": "mine"},
         )
-    (record,) = [r for r in caplog.records if r.name == "router.timeline"]
+    (record,) = [r for r in caplog.records if r.name == "router.request.timeline"]
     assert record.getMessage().startswith("request mine: ok, 11 + 5 tokens in ")
     line = json.loads(formatter("json").format(record))
     assert line["response_id"] == response.json()["id"]

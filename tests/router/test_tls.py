@@ -14,8 +14,8 @@ import pytest
 from core.config import parse_config
 from core.errors import ConfigError
 from core.types import Role
-from router import http_server
-from router.registry import Registry
+from router.http import server as http_server
+from router.placement.registry import Registry
 from rpc import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from rpc.channel import make_channel
 from rpc.tls import TlsFiles, internal_tls, use_internal_tls
@@ -119,7 +119,7 @@ async def test_a_router_that_cannot_speak_to_the_controller_says_why(
     monkeypatch.setenv("PDSERVE_TLS_KEY_FILE", stranger.key_file)
     registry = Registry(cluster.controller, (Role.PREFILL, Role.DECODE))
     try:
-        with caplog.at_level(logging.WARNING, "router.registry"):
+        with caplog.at_level(logging.WARNING, "router.placement.registry"):
             registry.start()
             await eventually(lambda: "the controller is lost" in caplog.text)
         assert "CERTIFICATE_VERIFY_FAILED" in caplog.text

@@ -20,8 +20,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from core.errors import ModelError, RequestError
 from core.gguf_metadata import read_gguf_metadata
 from core.model_files import ModelFiles
-from router.gguf_tokenizer import tokenizer_from_gguf
-from router.tokenizer import Tokenizer, load_tokenizer
+from router.text.gguf_tokenizer import tokenizer_from_gguf
+from router.text.tokenizer import Tokenizer, load_tokenizer
 from support.models import smollm2_files
 
 # Letters, digits, marks, symbols, spaces of many scripts, emoji with joiners and modifiers; all

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.chat_output import CallDelta, ChatReader, MessageDelta, ReadingPlan
-from router.tool_formats import FORMATS, NAMED_CALL, REQUIRED_CALLS, detect_format
+from router.chat.output import CallDelta, ChatReader, MessageDelta, ReadingPlan
+from router.chat.tool_formats import FORMATS, NAMED_CALL, REQUIRED_CALLS, detect_format
 
 NAMES = frozenset({"f", "get_weather", "g"})
 Calls = list[tuple[str, str]]

@@ -6,8 +6,8 @@ import openai
 import pytest
 
 from core.errors import RequestError
-from router.chat_template import ChatTemplate
-from router.tools import ChatReading, parse_tools
+from router.chat.template import ChatTemplate
+from router.chat.tools import ChatReading, parse_tools
 from rpc.codec import request_from_pb
 from support.byte_tokenizer import byte_tokenizer
 from support.fake_workers import says

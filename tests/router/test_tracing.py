@@ -9,7 +9,7 @@ import pytest
 from test_timeline import give_times
 
 from core.errors import ConfigError, UnavailableError
-from router.tracing import Tracer
+from router.request.tracing import Tracer
 from support.fake_workers import Fault
 from support.router import running
 

@@ -3,8 +3,8 @@
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
-from router.chat_template import ChatTemplate
-from router.tokenizer import Tokenizer
+from router.chat.template import ChatTemplate
+from router.text.tokenizer import Tokenizer
 
 EOS = 256
 VOCAB_SIZE = 257

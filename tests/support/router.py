@@ -9,9 +9,9 @@ import httpx
 
 from core.config import parse_config
 from core.types import Role
-from router.pipeline import Waits
+from router.request.pipeline import Waits
 from router.server import RouterServer
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from support.byte_tokenizer import byte_tokenizer
 from support.fake_workers import FakeCluster, FakeWorker, eventually
 

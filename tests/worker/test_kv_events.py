@@ -10,7 +10,7 @@ import pytest
 from core.block_hash import block_hashes, short_hash
 from core.errors import OverloadedError
 from engine.meter import StepMeter
-from router.prefix_index import Holdings, PrefixIndex
+from router.placement.prefix_index import Holdings, PrefixIndex
 from rpc import worker_pb2 as pb
 from rpc import worker_pb2_grpc
 from support.pair import BLOCK, Pair, prompt, request, running_pair, tiny_config

@@ -1,0 +1,1 @@
+"""Chat: messages to a prompt by the model's template, and what the model writes taken apart."""

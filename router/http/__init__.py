@@ -1,0 +1,1 @@
+"""HTTP itself: the server, bodies under limits, responses that end with their client, errors."""

@@ -1,0 +1,1 @@
+"""OpenAI's API: bodies checked, made into requests, and answers in its shapes."""

@@ -1,0 +1,1 @@
+"""Several router processes on the same ports, and what they count together."""
