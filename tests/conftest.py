@@ -4,24 +4,32 @@ import os
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 os.environ["PDSERVE_DEBUG"] = "1"  # engines check their books whenever they are idle
 
 
-# With pytest-xdist (`make test`), a file's tests run in one process, in their order; all that
-# starts deployments or looks at the whole machine (processes, shared memory) in one and the same.
-ONE_AT_A_TIME = ("e2e", "cluster", "cli", "k8s")
+# All that starts deployments or looks at the whole machine (processes, shared memory) runs in one
+# process of pytest-xdist (`make test`), one after another.
+ONE_AT_A_TIME = ("tests/cli/", "tests/cluster/", "tests/e2e/", "tests/k8s/")
 
 
-@pytest.hookimpl(tryfirst=True)
+class Scheduling(LoadScopeScheduling):
+    """A file's tests run in one process, in their order."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "deployments" if file.startswith(ONE_AT_A_TIME) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tells pytest-xdist which tests belong to one process."""
-    for item in items:
-        name, _, rest = item.nodeid.removeprefix("tests/").partition("/")
-        alone = name in ONE_AT_A_TIME
-        group = "deployments" if alone else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args[0] != "deployments")
+    """The longest, the deployments, begin at once."""
+    items.sort(key=lambda item: not item.nodeid.startswith(ONE_AT_A_TIME))
 
 
 @pytest.fixture(scope="session")

@@ -356,7 +356,7 @@ def test_no_torch_and_no_transformers_are_needed():
     import subprocess
 
     code = (
-        "import sys, router.text.tokenizer, router.text.detokenizer, router.chat_template; "
+        "import sys, router.text.tokenizer, router.text.detokenizer, router.chat.template; "
         "print(sorted({'torch', 'transformers', 'ray'} & set(sys.modules)))"
     )
     path = ":".join(entry for entry in sys.path if entry)

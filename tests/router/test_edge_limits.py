@@ -191,9 +191,9 @@ async def test_salts_part_prefixes_on_every_worker() -> None:
 
 def test_the_front_door_has_no_way_to_take_a_template() -> None:
     """V78: templates come with the model or the configuration."""
-    from router import openai_protocol
+    from router.openai import protocol
 
-    models = [m for _, m in inspect.getmembers(openai_protocol, inspect.isclass)]
+    models = [m for _, m in inspect.getmembers(protocol, inspect.isclass)]
     fields = {name for m in models for name in getattr(m, "model_fields", {})}
     assert fields and "chat_template" not in fields
     assert "chat_template" in Config.model_fields["router"].annotation.model_fields  # type: ignore[union-attr]

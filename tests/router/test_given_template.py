@@ -1,4 +1,4 @@
-"""`router.chat_template`: a file in the place of the model's own template."""
+"""`router.chat_template:` in the YAML: a file in the place of the model's own template."""
 
 import pytest
 
