@@ -28,21 +28,26 @@ from rpc import cluster_pb2 as pb
 NAME = "returns"
 
 
+def controllers() -> list[psutil.Process]:
+    """Of every deployment that this process has started."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if child.name().startswith("ray::ControllerA")]
+
+
 class Deployed:
     """A controller actor, with 2 prefill workers and a decode worker that have no engine."""
 
-    def __init__(self, spec: ControllerSpec, client: ControllerClient, folder: Path) -> None:
+    def __init__(
+        self, spec: ControllerSpec, client: ControllerClient, folder: Path, others: set[int]
+    ) -> None:
         self.spec = spec
+        self.others = others  # controllers that were there before
         self.client = client
         self.stub = client._stub
         self.folder = folder
 
     def process(self) -> psutil.Process:
-        (found,) = [
-            process
-            for process in psutil.Process().children(recursive=True)
-            if process.name().startswith("ray::ControllerA")
-        ]
+        (found,) = [process for process in controllers() if process.pid not in self.others]
         return found
 
     def busy(self, worker_id: str, num_requests: int) -> None:
@@ -94,12 +99,13 @@ def spec_for(folder: Path, **options: object) -> ControllerSpec:
 async def deployed(folder: Path, **options: object) -> AsyncIterator[Deployed]:
     """On the way out nothing is left of it."""
     spec = spec_for(folder, **options)
+    others = {process.pid for process in controllers()}
     facts, is_found = await asyncio.to_thread(attach, spec)
     assert not is_found
     try:
         async with ControllerClient(facts.address) as client:
             await client.wait_ready()
-            yield Deployed(spec, client, folder)
+            yield Deployed(spec, client, folder, others)
             assert await client.shutdown(PATIENCE_S)
         await nothing_left(facts.address)
     finally:

