@@ -23,8 +23,8 @@ LONE_ANSWER = 8
 BATCHES = ((1, 32, 40), (2, 32, 40), (4, 32, 40), (8, 32, 60), (1, 1536, 40), (3, 400, 120))
 BESIDE_STREAMS = (1, 4)
 BESIDE_PROMPT = 768
-BESIDE_ANSWER = 120
-BESIDE_DELAY_S = 0.5  # until all streams decode
+BESIDE_ANSWER = 320
+BESIDE_DELAY_S = 1.0  # until all streams decode
 ROUNDS = 2
 
 
