@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from cli.main import app
 from cli.state import running_deployments
-from support.live import free_port, wait_until
+from support.live import wait_until
+from support.ports import free_port
 
 CLI_TESTS = Path(__file__).parents[1] / "cli"
 LIVES = re.compile(r"(\S+) is ready \(pid (\d+)\)")

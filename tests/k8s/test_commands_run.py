@@ -22,7 +22,8 @@ import pytest
 from manifests import deployment_yaml, needs_kubectl, pod_templates, render
 
 from support.certificates import Authority
-from support.live import free_port, wait_until
+from support.live import wait_until
+from support.ports import free_port
 
 pytestmark = [needs_kubectl, pytest.mark.slow]
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ import httpx
 import pytest
 
 from support.fake_workers import eventually
+from support.ports import free_port
 from support.router import running
 
 _FOLDER = Path(__file__).parents[2] / "k8s" / "observability"
@@ -20,12 +20,6 @@ _PROMETHEUS = shutil.which("prometheus")
 pytestmark = pytest.mark.skipif(
     _PROMETHEUS is None, reason="prometheus is not on PATH (Debian: apt install prometheus)"
 )
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
 
 
 @asynccontextmanager
@@ -37,7 +31,7 @@ async def prometheus(target: str, folder: Path) -> AsyncIterator[httpx.AsyncClie
     }
     path = folder / "prometheus.yaml"
     path.write_text(json.dumps(config))  # JSON is YAML
-    port = _free_port()
+    port = free_port()
     assert _PROMETHEUS is not None
     process = await asyncio.create_subprocess_exec(
         _PROMETHEUS, f"--config.file={path}", f"--storage.tsdb.path={folder / 'data'}",

@@ -15,13 +15,8 @@ import pytest
 from core.types import Role
 from support.byte_tokenizer import TEMPLATE, byte_tokenizer
 from support.fake_workers import FakeCluster, answer_text, eventually
+from support.ports import free_port
 from support.sse import events, is_done
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

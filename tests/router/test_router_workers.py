@@ -24,6 +24,7 @@ from router.request.admission import Admission
 from router.request.metrics import SEEN_BY_ALL, Metrics
 from support.byte_tokenizer import TEMPLATE, byte_tokenizer
 from support.fake_workers import FakeCluster, answer_text, eventually
+from support.ports import free_port
 
 KEY = "pd-one"
 
@@ -35,12 +36,6 @@ def write_model(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def children_of(pid: int) -> list[int]:

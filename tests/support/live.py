@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,14 +12,10 @@ from typing import Any
 
 import httpx
 
+from support.ports import free_port
+
 ROOT = Path(__file__).parents[2]
 PDSERVE = Path(sys.executable).parent / "pdserve"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(condition: Any, timeout_s: float = 30.0, what: str = "") -> Any:
