@@ -27,7 +27,7 @@ from router.http.request_body import read_json
 from router.http.responses import GuardedResponse, whole
 from router.openai.frontend import Frontend, split_prompt
 from router.openai.openapi import documented
-from router.openai.protocol import Neutral, Short, StrictBody, parse_known
+from router.openai.protocol import Neutral, Prompts, Short, StrictBody, parse_known
 from router.request.generation import Usage
 from router.request.pipeline import SequenceRequest, SequenceStats
 
@@ -44,20 +44,7 @@ _NEUTRAL: Neutral = {
 
 class EmbeddingBody(StrictBody):
     model: str | None = None
-    # Text, token ids, or a list of either. Checked by hand: a list may have 100k numbers.
-    input: Annotated[
-        Any,
-        Field(
-            json_schema_extra={
-                "anyOf": [
-                    {"type": "string"},
-                    {"type": "array", "items": {"type": "string"}},
-                    {"type": "array", "items": {"type": "integer"}},
-                    {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-                ]
-            }
-        ),
-    ]
+    input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     user: Short | None = None
     # As in a completion.

@@ -156,28 +156,28 @@ class GenerationBody(StrictBody):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
+# Text, token ids, or a list of either. Checked by hand: a list may have 100k numbers.
+Prompts = Annotated[
+    Any,
+    Field(
+        json_schema_extra={
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]
+        }
+    ),
+]
+
+
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
     default_max_tokens: ClassVar[int | None] = 16
 
-    # Text, token ids, or a list of either. Checked by hand: a list may have 100k numbers.
-    prompt: Annotated[
-        Any,
-        Field(
-            json_schema_extra={
-                "anyOf": [
-                    {"type": "string"},
-                    {"type": "array", "items": {"type": "string"}},
-                    {"type": "array", "items": {"type": "integer"}},
-                    {
-                        "type": "array",
-                        "items": {"type": "array", "items": {"type": "integer"}},
-                    },
-                ]
-            }
-        ),
-    ]
+    prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
