@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request
-from pydantic import Field
 from starlette.responses import Response
 
 from core.block_hash import block_hashes
@@ -27,7 +26,15 @@ from router.http.request_body import read_json
 from router.http.responses import GuardedResponse, whole
 from router.openai.frontend import Frontend, split_prompt
 from router.openai.openapi import documented
-from router.openai.protocol import Neutral, Prompts, Short, StrictBody, parse_known
+from router.openai.protocol import (
+    Neutral,
+    Priority,
+    Prompts,
+    Salt,
+    Short,
+    StrictBody,
+    parse_known,
+)
 from router.request.generation import Usage
 from router.request.pipeline import SequenceRequest, SequenceStats
 
@@ -48,8 +55,8 @@ class EmbeddingBody(StrictBody):
     encoding_format: Literal["float", "base64"] | None = None
     user: Short | None = None
     # As in a completion.
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,8 @@ MAX_MESSAGES = 4096
 Unit = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Short = Annotated[str, Field(max_length=512)]
+Salt = Annotated[str, Field(max_length=256)]
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 Neutral = Mapping[str, tuple[Any, ...]]
 # Parameters of OpenAI and vLLM that are not implemented: the values that ask for nothing.
@@ -128,13 +130,13 @@ class GenerationBody(StrictBody):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower goes first
+    priority: Priority | None = None  # lower goes first
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     # pdserve: adds the request's timeline to the answer.
     timings: bool | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    cache_salt: Salt | None = None
     # Checked by router.chat.structured_output.
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None

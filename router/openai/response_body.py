@@ -29,6 +29,8 @@ from router.openai.protocol import (
     ChatBody,
     Neutral,
     Penalty,
+    Priority,
+    Salt,
     Short,
     StrictBody,
     TemplateSwitches,
@@ -114,8 +116,8 @@ class ResponseBody(StrictBody):
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
     chat_template_kwargs: TemplateSwitches | None = None
     structured_outputs: dict[str, Any] | None = None
     # pdserve
