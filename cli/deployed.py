@@ -1,7 +1,7 @@
 """A deployment that another command runs for a while: `pdserve up` as a process of its own.
 
-`python -m cluster.tied_child PID cli.deployed up ...` is `pdserve up ...`, and ends when the
-process PID does, however that dies.
+`python -m cluster.tied_child PID cli up ...` is `pdserve up ...`, and ends when the process PID
+does, however that dies.
 """
 
 import contextlib
@@ -90,7 +90,7 @@ class Deployed:
 def deployed(config: Path, overrides: Sequence[str], log: Path) -> Iterator[Deployed]:
     """Starts `pdserve up CONFIG --set ...` on free ports, and stops it when the block ends. Its
     output goes to `log`. Not ready yet: see `wait_ready`."""
-    command = [sys.executable, "-m", "cluster.tied_child", str(os.getpid()), __name__]
+    command = [sys.executable, "-m", "cluster.tied_child", str(os.getpid()), "cli"]
     command += ["up", str(config)]
     for override in (*overrides, "router.http='127.0.0.1:0'", "router.grpc='127.0.0.1:0'"):
         command += ["--set", override]
@@ -105,9 +105,3 @@ def deployed(config: Path, overrides: Sequence[str], log: Path) -> Iterator[Depl
         yield running
     finally:
         running.stop()
-
-
-if __name__ == "__main__":
-    from cli.main import main
-
-    main()

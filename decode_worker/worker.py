@@ -9,6 +9,7 @@ from decode_worker.peers import PeerBook
 from rpc import worker_pb2 as pb
 from rpc import worker_pb2_grpc
 from worker.runtime import WorkerRuntime
+from worker.status import add_status_service
 
 
 class DecodeWorker:
@@ -31,6 +32,7 @@ class DecodeWorker:
         """Raises ModelError. Afterwards the worker answers at `info.address`."""
         await self.runtime.load(progress)
         self.add_services()
+        add_status_service(self.runtime)
         await self.runtime.serve()
 
     def add_services(self) -> None:

@@ -21,6 +21,7 @@ from decode_worker import DecodeWorker
 from prefill_worker import PrefillWorker
 from rpc import worker_pb2 as pb
 from worker.runtime import WorkerRuntime
+from worker.status import add_status_service
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class DualWorker:
         await self.runtime.load(progress)
         self._prefill.add_services()
         self._decode.add_services()
+        add_status_service(self.runtime)
         await self.runtime.serve()
 
     @property

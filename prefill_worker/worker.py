@@ -12,6 +12,7 @@ from prefill_worker.prefill_service import PrefillService
 from rpc import worker_pb2 as pb
 from rpc import worker_pb2_grpc
 from worker.runtime import WorkerRuntime, now
+from worker.status import add_status_service
 
 
 class PrefillWorker:
@@ -37,6 +38,7 @@ class PrefillWorker:
         """Raises ModelError. Afterwards the worker answers at `info.address`."""
         await self.runtime.load(progress)
         self.add_services()
+        add_status_service(self.runtime)
         await self.runtime.serve()
 
     def add_services(self) -> None:

@@ -70,6 +70,56 @@ def test_a_package_imports_only_what_the_table_allows(package):
     assert not problems
 
 
+def modules() -> dict[str, str]:
+    """The source of every module of the product, by its dotted name."""
+    found = {}
+    for package in MAY_IMPORT:
+        for file in (ROOT / package).rglob("*.py"):
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts).removesuffix(".__init__")] = file.read_text()
+    return found
+
+
+def graph_of(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Which of these modules each one imports, anywhere in it, for types alone too."""
+    graph: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        names = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                # `from a import b`: b may be a module of a, or a name in it.
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= {name if name in sources else node.module for name in inner}
+        graph[module] = names & sources.keys()
+    return graph
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """What is left of the graph when modules without imports are taken away again and again: a
+    circle, and whoever leads into one."""
+    left = dict(graph)
+    while free := {module for module, imported in left.items() if not imported & left.keys()}:
+        left = {module: imported for module, imported in left.items() if module not in free}
+    return sorted(left)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert circle_in(graph_of(modules())) == []
+
+
+def test_a_circle_is_found():
+    sources = {
+        "a.x": "def f():\n    from a import y\n",
+        "a.y": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a.z\n",
+        "a.z": "from a.x import f\n",
+        "a.w": "from a.v import g\n",
+        "a.v": "import os\n",
+    }
+    assert circle_in(graph_of(sources)) == ["a.x", "a.y", "a.z"]
+
+
 def test_every_package_is_in_the_table():
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert packages == MAY_IMPORT.keys()

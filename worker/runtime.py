@@ -40,7 +40,7 @@ from kv_transfer.carrier import CarrierWatch
 from kv_transfer.compatibility import describe
 from kv_transfer.rank import KVRank, KVRanks
 from kv_transfer.select import make_transports
-from rpc import codec, worker_pb2_grpc
+from rpc import codec
 from rpc import worker_pb2 as pb
 from rpc.channel import bind, make_server
 from worker.engine_setup import build_engine, kv_shape
@@ -49,7 +49,6 @@ from worker.kv_ranks import RemoteRank, offers_to_pb
 from worker.link_speed import LinkSpeeds
 from worker.outputs import OutputHub
 from worker.ranks import INCARNATION, Followers, address_of, join
-from worker.status import StatusService
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +154,6 @@ class WorkerRuntime:
     async def serve(self) -> None:
         """Binds the server, with the services that were added to it, and becomes ready."""
         settings = self.settings
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(StatusService(self), self.server)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         port = bind(self.server, f"{settings.host}:{settings.port}")

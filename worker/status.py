@@ -3,23 +3,20 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING
 
 import grpc
 
 from rpc import worker_pb2 as pb
 from rpc import worker_pb2_grpc
 from rpc.status import translated_errors
-
-if TYPE_CHECKING:
-    from worker.runtime import WorkerRuntime
+from worker.runtime import WorkerRuntime
 
 _MIN_SECONDS = 0.1
 _MAX_SECONDS = 1.0
 
 
 class StatusService(worker_pb2_grpc.WorkerServiceServicer):
-    def __init__(self, runtime: "WorkerRuntime") -> None:
+    def __init__(self, runtime: WorkerRuntime) -> None:
         self._runtime = runtime
 
     async def GetInfo(
@@ -56,3 +53,7 @@ class StatusService(worker_pb2_grpc.WorkerServiceServicer):
         async with translated_errors(context):
             await self._runtime.drain()
         return pb.DrainResponse()
+
+
+def add_status_service(runtime: WorkerRuntime) -> None:
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(StatusService(runtime), runtime.server)

@@ -1,0 +1,5 @@
+"""`python -m cli` is `pdserve`."""
+
+from cli.main import main
+
+main()
