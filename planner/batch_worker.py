@@ -50,13 +50,10 @@ class BatchWorker:
         hash_block: int = 0,
         pace: Pace | None = None,
     ) -> None:
-        self.limits = limits
-        self.link_free_at = 0.0
-        self.num_coming = 0
-        self.last_chosen = 0
+        self._limits = limits
         self.busy_s = 0.0
         self._speeds = speeds_of(model, limits.max_num_batched_tokens)
-        self.prefixes = PrefixCache(limits.kv_tokens // hash_block if hash_block else 0)
+        self._prefixes = PrefixCache(limits.kv_tokens // hash_block if hash_block else 0)
         self._loop, self._model, self._host = loop, model, host
         self._hash_block = hash_block
         self._room = limits.kv_tokens
@@ -85,7 +82,7 @@ class BatchWorker:
 
     def fits(self, job: Job, decodes: bool) -> bool:
         """Whether it could run in an empty worker."""
-        return _need(job, decodes) <= self.limits.kv_tokens
+        return _need(job, decodes) <= self._limits.kv_tokens
 
     def add_prompt(self, job: Job) -> None:
         self._waiting.append(job)
@@ -114,12 +111,12 @@ class BatchWorker:
             queued_tokens=self._queued_tokens,
             num_requests=self._num_seqs + waiting,
             free_blocks=self._room // _BLOCK,
-            total_blocks=self.limits.kv_tokens // _BLOCK,
-            max_num_seqs=self.limits.max_num_seqs,
-            cached_tokens=self.prefixes.match(hashes) * self._hash_block,
-            last_chosen=self.last_chosen,
+            total_blocks=self._limits.kv_tokens // _BLOCK,
+            max_num_seqs=self._limits.max_num_seqs,
+            cached_tokens=self._prefixes.match(hashes) * self._hash_block,
+            last_chosen=0,  # the deployment knows it
             speeds=self._speeds,
-            step_tokens=self.limits.max_num_batched_tokens,
+            step_tokens=self._limits.max_num_batched_tokens,
         )
 
     # ---------------------------------------------------------------- stepping
@@ -146,8 +143,8 @@ class BatchWorker:
         self._pace.set_busy(self._is_busy)
 
     def _begin_step(self) -> None:
-        batch, kv = (len(self._batch), self._kv) if self.limits.chunked else (0, 0)
-        chunks, pairs = self._chunks(self.limits.max_num_batched_tokens - batch)
+        batch, kv = (len(self._batch), self._kv) if self._limits.chunked else (0, 0)
+        chunks, pairs = self._chunks(self._limits.max_num_batched_tokens - batch)
         new = sum(num_tokens for _, num_tokens in chunks)
         self._run_start = self._loop.now
         self._pace.begin(self._model.step(new, pairs, batch, kv), self._end_step, chunks)
@@ -157,7 +154,7 @@ class BatchWorker:
         pairs = 0.0
         for job in self._prefilling:
             num_tokens = job.request.num_prompt - job.num_computed
-            if self.limits.chunked:
+            if self._limits.chunked:
                 num_tokens = min(num_tokens, budget)
             elif chunks and num_tokens > budget:
                 break
@@ -171,11 +168,11 @@ class BatchWorker:
     def _end_step(self, chunks: list[tuple[Job, int]]) -> None:
         seconds, batch = self._loop.now - self._run_start, len(self._batch)
         self.busy_s += seconds
-        if not self.limits.chunked:
+        if not self._limits.chunked:
             self._stall_s += seconds if batch else 0.0
         elif batch:
             self._host.gap(seconds, batch)
-        if self.limits.chunked:
+        if self._limits.chunked:
             self._step += 1
             self._kv += len(self._batch)
         for job, num_tokens in chunks:
@@ -189,7 +186,7 @@ class BatchWorker:
         self._begin(None)
 
     def _end_prefill(self, job: Job) -> None:
-        self.prefixes.add(job.request.hashes)
+        self._prefixes.add(job.request.hashes)
         if job.hands_over:
             self._num_seqs -= 1
             self._host.first_token(job)
@@ -255,7 +252,7 @@ class BatchWorker:
     # ------------------------------------------------------- room and the batch
 
     def _has_room(self, job: Job, decodes: bool) -> bool:
-        return self._num_seqs < self.limits.max_num_seqs and _need(job, decodes) <= self._room
+        return self._num_seqs < self._limits.max_num_seqs and _need(job, decodes) <= self._room
 
     def _admit(self) -> None:
         while self._waiting and self._has_room(self._waiting[0], not self._waiting[0].hands_over):
@@ -263,7 +260,7 @@ class BatchWorker:
             self._num_seqs += 1
             self._room -= _need(job, not job.hands_over)
             # The last token is computed here: its logits are needed.
-            known = self.prefixes.match(job.request.hashes) * self._hash_block
+            known = self._prefixes.match(job.request.hashes) * self._hash_block
             job.num_cached = job.num_computed = min(known, job.request.num_prompt - 1)
             self._queued_tokens -= job.num_cached
             self._prefilling.append(job)

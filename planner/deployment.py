@@ -1,14 +1,13 @@
 """A simulated deployment: the router's policy, two pools or one, and the links between them."""
 
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from planner.event_loop import EventLoop
 from planner.job import Job
-from planner.prefix_cache import PrefixCache
 from planner.result import Recorder
 from router.placement.policy import POLICIES, Demand, Load, best_pair, best_worker, has_room
 
@@ -16,10 +15,6 @@ from router.placement.policy import POLICIES, Demand, Load, best_pair, best_work
 class Worker(Protocol):
     """What `BatchWorker` and `ScheduledWorker` have in common."""
 
-    prefixes: PrefixCache
-    link_free_at: float
-    num_coming: int  # sent to decode here, and not reserved yet: the router counts them
-    last_chosen: int
     busy_s: float
 
     def fits(self, job: Job, decodes: bool) -> bool: ...
@@ -28,6 +23,15 @@ class Worker(Protocol):
     def start_decode(self, job: Job) -> None: ...
     def release(self, job: Job) -> None: ...
     def load(self, hashes: Sequence[bytes]) -> Load: ...
+
+
+@dataclass(slots=True)
+class _Account:
+    """What the deployment itself knows of a worker."""
+
+    num_coming: int = 0  # sent to decode there, and not reserved yet: the router counts them
+    last_chosen: int = 0
+    link_free_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ class Deployment:
         self.decodes: list[Worker] = []
         self.recorder = Recorder()
         self.on_end: Callable[[], None] | None = None  # after a request's one end
+        self._accounts: defaultdict[Worker, _Account] = defaultdict(_Account)
         self._loop, self._link = loop, link
         self._policy = POLICIES[policy]
         self._dice = random.Random(f"placement {seed}")
@@ -123,7 +128,7 @@ class Deployment:
     def _enter(self, job: Job) -> None:
         self._place(job)
         if job.prefill.fits(job, not job.hands_over) and job.decode.fits(job, True):
-            job.decode.num_coming += _reserves(job)
+            self._accounts[job.decode].num_coming += _reserves(job)
             job.prefill.add_prompt(job)
         else:
             self.recorder.rejected(job, self._loop.now)
@@ -141,7 +146,7 @@ class Deployment:
             job.prefill = job.decode = best_worker(prefills, policy.colocated, demand).worker
         for worker in (job.prefill, job.decode):
             self._num_placed += 1
-            worker.last_chosen = self._num_placed
+            self._accounts[worker].last_chosen = self._num_placed
         if len(self.prefills) > _LOOK_AT_ALL:
             self._owners.update(dict.fromkeys(job.request.hashes, job.prefill))
 
@@ -157,9 +162,12 @@ class Deployment:
         return [(w, self._load(w, hashes)) for w in candidates]
 
     def _load(self, worker: Worker, hashes: Sequence[bytes] = ()) -> Load:
-        load = worker.load(hashes)
-        num_requests = load.num_requests + worker.num_coming
-        return load._replace(token_bytes=self._link.bytes_per_token, num_requests=num_requests)
+        load, account = worker.load(hashes), self._accounts[worker]
+        return load._replace(
+            num_requests=load.num_requests + account.num_coming,
+            last_chosen=account.last_chosen,
+            token_bytes=self._link.bytes_per_token,
+        )
 
     def _bandwidth(self, prefill: Worker, decode: Worker) -> float:
         return self._link.bytes_per_s
@@ -173,7 +181,7 @@ class Deployment:
     def admitted(self, job: Job) -> None:
         self.recorder.admitted(job, self._loop.now)
         if _reserves(job):
-            job.decode.num_coming -= 1
+            self._accounts[job.decode].num_coming -= 1
             job.decode.reserve(job)
 
     def reserved(self, job: Job) -> None:
@@ -207,9 +215,10 @@ class Deployment:
         if link.overlaps:
             sent = (job.first_token_at - job.reserved_at) * link.bytes_per_s
             left = min(left, max(left - sent, link.bytes_per_token * job.last_chunk))
-        start = max(now, job.prefill.link_free_at, job.decode.link_free_at)
+        source, target = self._accounts[job.prefill], self._accounts[job.decode]
+        start = max(now, source.link_free_at, target.link_free_at)
         end = start + left / link.bytes_per_s
-        job.prefill.link_free_at = job.decode.link_free_at = end
+        source.link_free_at = target.link_free_at = end
         self._loop.at(end + link.latency_s, self._arrived, job)
 
     def _arrived(self, job: Job) -> None:

@@ -40,15 +40,12 @@ class ScheduledWorker:
         hash_block: int = 0,
         pace: Pace | None = None,
     ) -> None:
-        self.limits = limits
-        self.link_free_at = 0.0
-        self.num_coming = 0
-        self.last_chosen = 0
+        self._limits = limits
         self.busy_s = 0.0
         self._speeds = speeds_of(model, limits.max_num_batched_tokens)
         self.block_size = hash_block or _BLOCK
         num_blocks = max(2, limits.kv_tokens // self.block_size)
-        self.prefixes = PrefixCache(num_blocks if hash_block else 0)
+        self._prefixes = PrefixCache(num_blocks if hash_block else 0)
         config = EngineConfig(
             block_size=self.block_size,
             max_num_seqs=limits.max_num_seqs,
@@ -94,11 +91,11 @@ class ScheduledWorker:
             num_requests=len(scheduler.running) + len(scheduler.awaiting) + waiting + len(unseen),
             free_blocks=scheduler.pool.num_free,
             total_blocks=scheduler.pool.num_blocks,
-            max_num_seqs=self.limits.max_num_seqs,
-            cached_tokens=self.prefixes.match(hashes) * self.block_size,
-            last_chosen=self.last_chosen,
+            max_num_seqs=self._limits.max_num_seqs,
+            cached_tokens=self._prefixes.match(hashes) * self.block_size,
+            last_chosen=0,  # the deployment knows it
             speeds=self._speeds,
-            step_tokens=self.limits.max_num_batched_tokens,
+            step_tokens=self._limits.max_num_batched_tokens,
         )
 
     def _send(self, what: Any, job: Job) -> None:
@@ -196,7 +193,7 @@ class ScheduledWorker:
         is_last = seq.num_output_tokens >= job.request.num_output
         if seq.num_output_tokens == 1:
             job.num_computed, job.last_chunk = job.request.num_prompt, num_tokens
-            self.prefixes.add(job.request.hashes)
+            self._prefixes.add(job.request.hashes)
             if seq.prefill_only and not is_last:
                 self.scheduler.hold(seq)
             else:
