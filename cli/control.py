@@ -10,7 +10,7 @@ import grpc
 
 from cli.state import find_deployment
 from cli.terminal import Reporter
-from core.errors import PdserveError, UnavailableError
+from core.errors import DeadlineError, PdserveError, UnavailableError
 from rpc import cluster_pb2 as pb
 from rpc import cluster_pb2_grpc
 from rpc.channel import make_channel
@@ -19,6 +19,7 @@ from rpc.tls import TlsFiles
 
 _PLAN_S = 10.0
 _BUSY_S = 1.0
+_SILENCE_S = 15.0  # its views come every 5 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +45,35 @@ def find_controller(address: str | None) -> Target:
 
 @asynccontextmanager
 async def controller(target: Target) -> AsyncIterator[cluster_pb2_grpc.ClusterServiceStub]:
-    """Its service. Failures of calls in the block are raised as PdserveErrors."""
+    """Its service. Failures of calls in the block are raised as PdserveErrors, and DeadlineError
+    when it has gone silent: however long an operation takes, its views come meanwhile."""
     async with make_channel(target.address, target.token, target.tls) as channel:
+        stub = cluster_pb2_grpc.ClusterServiceStub(channel)
         try:
-            yield cluster_pb2_grpc.ClusterServiceStub(channel)
+            async with asyncio.timeout(_SILENCE_S) as silence:
+                listening = asyncio.create_task(_put_off(silence, stub))
+                try:
+                    yield stub
+                finally:
+                    listening.cancel()
+                    await asyncio.gather(listening, return_exceptions=True)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"the controller at {target.address} has not answered for {_SILENCE_S:g} s; "
+                "requests go on without it, and it is started again if it hangs: try again"
+            ) from error
         except grpc.aio.AioRpcError as error:
             told = error_from_rpc(error, "")
             said = (error.details() or error.code().name).removeprefix(": ")
             if error.code() is grpc.StatusCode.UNAVAILABLE and "connect" in said:
                 said = f"no controller answers at {target.address}"
             raise type(told)(said) from error
+
+
+async def _put_off(silence: asyncio.Timeout, stub: cluster_pb2_grpc.ClusterServiceStub) -> None:
+    """Until the views end."""
+    async for _ in stub.Watch(pb.WatchRequest(router_id="pdserve")):
+        silence.reschedule(asyncio.get_running_loop().time() + _SILENCE_S)
 
 
 def run_operation(

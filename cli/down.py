@@ -6,17 +6,15 @@ import os
 import signal
 import time
 
-import grpc
-
+from cli.control import Target, controller
 from cli.state import Deployment, deployment_name, forget
 from cluster.process_tree import descendants, end_all
 from core.config import parse_config
-from core.errors import UnavailableError
-from rpc import cluster_pb2, cluster_pb2_grpc
-from rpc.channel import make_channel
+from core.errors import PdserveError, UnavailableError
+from rpc import cluster_pb2
 
 _STOP_S = 60.0  # graces of router and workers, then Ray's own end
-_ASK_S = 15.0  # a controller that has just died is back by then
+_ASK_S = 30.0  # a controller that has just died, or is killed because it hangs, is back by then
 _ASK_EVERY_S = 0.5
 _POLL_S = 0.1
 
@@ -43,15 +41,13 @@ def stop_deployment(deployment: Deployment) -> bool:
 async def _ask(deployment: Deployment) -> bool:
     """Whether the controller says that all workers are gone."""
     deadline = time.monotonic() + _ASK_S
-    async with make_channel(
-        deployment.controller, deployment.token, deployment.tls_files
-    ) as channel:
-        stub = cluster_pb2_grpc.ClusterServiceStub(channel)
-        while time.monotonic() < deadline:
-            with contextlib.suppress(grpc.aio.AioRpcError):
+    target = Target(deployment.controller, deployment.token, deployment.tls_files)
+    while time.monotonic() < deadline:
+        with contextlib.suppress(PdserveError):
+            async with controller(target) as stub:
                 await stub.Shutdown(cluster_pb2.ShutdownRequest(), timeout=_STOP_S)
                 return True
-            await asyncio.sleep(_ASK_EVERY_S)
+        await asyncio.sleep(_ASK_EVERY_S)
     return False
 
 

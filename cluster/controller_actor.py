@@ -1,5 +1,6 @@
 """The controller in a process of its own: a named, detached Ray actor, which Ray starts again when
-it dies. Workers and routers do not notice: it comes back at the same address and finds them."""
+it dies; one that hangs is killed for it (watchdog.py). Workers and routers do not notice: it comes
+back at the same address and finds them."""
 
 import asyncio
 import logging
@@ -13,6 +14,7 @@ import ray
 from cluster.actor_process import end_with_raylet, keep_old_logs, log_to
 from cluster.controller import Controller
 from cluster.wanted import WantedFile
+from cluster.watchdog import PATIENCE_S, Watchdog
 from cluster.worker_slot import SlotOptions
 from core.config import Config
 from core.errors import PdserveError, UnavailableError
@@ -39,6 +41,7 @@ class ControllerSpec:
     wanted_path: Path  # of the file with the wanted state, on the controller's node
     cluster_token: str = field(repr=False)
     model_path: Path | None = None
+    patience_s: float = PATIENCE_S  # after which it is taken to hang, and killed
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -54,8 +57,9 @@ class Facts:
 
 
 class ControllerActor:
-    """Owns a Controller, from the creation of the actor to the end of its process. It ends when it
-    was asked to by ClusterService.Shutdown, after all workers; Ray does not start it again then."""
+    """Owns a Controller and its watchdog, from the creation of the actor to the end of its process.
+    It ends when it was asked to by ClusterService.Shutdown, after all workers; Ray does not start
+    it again then."""
 
     async def __init__(self, spec: ControllerSpec) -> None:  # type: ignore[misc]
         end_with_raylet()
@@ -69,6 +73,8 @@ class ControllerActor:
         log_to(spec.log_dir / "controller.log")
         use_format(spec.config.log_format)
         logger.info("the controller begins (pid %s)", os.getpid())
+        self._watchdog = Watchdog(spec.patience_s)
+        self._watchdog.start()
         try:
             use_internal_tls(spec.config)
             await self._start(spec)

@@ -13,7 +13,13 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from cli.control import Target, run_operation
+from cli.main import app
+from cli.state import find_deployment
+from cli.terminal import Reporter
+from rpc import cluster_pb2 as pb
 from support.live import Live, wait_until
 from support.reference import greedy
 
@@ -183,10 +189,15 @@ def test_decode_that_is_stopped_in_mid_stream(live: Callable[[str], Live], kind:
 
 
 @pytest.mark.parametrize("kind", ["nixl"])
-def test_kill_the_controller_in_mid_stream(live: Callable[[str], Live], kind: str) -> None:
-    """Nobody but the controller notices, and it comes back to the same workers."""
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_controller_is_lost_in_mid_stream(
+    live: Callable[[str], Live], kind: str, how: signal.Signals
+) -> None:
+    """Nobody but the controller notices, and it comes back to the same workers: one that hangs is
+    killed for it."""
     cluster = live(kind)
     lives = {w["id"]: (w["pid"], w["incarnation"]) for w in cluster.workers()}
+    said = cluster.log.read_text()
     prompt = long_prompt(8, 40)
     stream = Stream(cluster, prompt, 120)
     wait_until(lambda: len(stream.ids) >= 5, 30)
@@ -195,14 +206,31 @@ def test_kill_the_controller_in_mid_stream(live: Callable[[str], Live], kind: st
         for process in psutil.Process(cluster.process.pid).children(recursive=True)
         if process.name().startswith("ray::ControllerA")
     ]
-    controller.kill()
+    controller.send_signal(how)
     assert stream.outcome() == "complete"
     assert stream.ids == greedy(prompt, 120)
-    wait_until(lambda: "the controller is back" in cluster.log.read_text(), 60)
+    back = "the controller is back"
+    wait_until(lambda: cluster.log.read_text().count(back) > said.count(back), 60)
     assert {w["id"]: (w["pid"], w["incarnation"]) for w in cluster.workers()} == lives
-    kill(cluster.workers("prefill")[0])  # it watches over them again
+
+    status = CliRunner().invoke(app, ["status", "--url", cluster.url])
+    assert "2 of 2 workers ready" in status.stdout
+    if how is signal.SIGKILL:
+        kill(cluster.workers("prefill")[0])  # it watches over them again
+    else:
+        _scale(cluster, prefill=0)
+        _scale(cluster, prefill=1)
     wait_until(lambda: {w["pid"] for w in cluster.workers()} != {pid for pid, _ in lives.values()})
     cluster.wait_ready()
+
+
+def _scale(cluster: Live, **replicas: int) -> None:
+    deployment = find_deployment(cluster.url)
+    assert deployment is not None
+    request = pb.ScaleRequest(replicas=replicas)
+    target = Target(deployment.controller, deployment.token)
+    with Reporter() as reporter:
+        run_operation(target, lambda stub: stub.Scale(request), reporter)
 
 
 @pytest.mark.parametrize("kind", ["nixl"])
