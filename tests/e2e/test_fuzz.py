@@ -17,8 +17,9 @@ from router.server import RouterServer
 from rpc import worker_pb2
 from rpc.cluster_pb2 import WorkerEntry
 from support.byte_tokenizer import byte_tokenizer
-from support.fake_workers import FakeCluster, eventually
+from support.fake_cluster import FakeCluster
 from support.pair import Pair, running_pair, tiny_config
+from support.waiting import eventually
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 

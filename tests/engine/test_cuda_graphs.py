@@ -23,10 +23,6 @@ BLOCK, NUM_BLOCKS, MAX_SEQS = 4, 60, 11
 def flashinfer_on_the_cpu(monkeypatch):
     monkeypatch.setattr(flashinfer_paged, "why_not", lambda *a: "")
     monkeypatch.setattr(flashinfer_paged, "load", lambda: fake_flashinfer)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Recorder:

@@ -14,7 +14,6 @@ from engine.staging import Staging
 
 @pytest.mark.parametrize("spread", [0.3, 3.0])
 def test_logprobs_of_all_rows_at_once_are_those_of_one_by_one(spread):
-    torch.set_num_threads(1)
     logits = (torch.randn(6, 301) * spread).round(decimals=1)  # with ties
     tokens, tops = [0, 300, 5, 17, 40, 41], [0, 3, 1, 301, 500, 0]
     one_by_one = logprobs_of(logits, tokens, tops)
@@ -25,7 +24,6 @@ def test_logprobs_of_all_rows_at_once_are_those_of_one_by_one(spread):
 
 
 def test_sorting_whole_rows_gives_the_tokens_of_the_windows(monkeypatch):
-    torch.set_num_threads(1)
     rng = random.Random(3)
     logits = torch.randn(40, 33_000) * 2
     best = logits.max(dim=-1).values

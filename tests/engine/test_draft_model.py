@@ -36,14 +36,6 @@ class OtherModel(MockModel):
         return logits if position % 3 else logits.flip(0)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def make_engine():
     """Engines whose books are checked when the test is over."""

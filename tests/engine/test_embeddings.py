@@ -21,7 +21,6 @@ FAMILIES = ["llama", "gemma2", "qwen3-moe", "deepseek-v2"]
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(transformers model, our model)."""
-    torch.set_num_threads(1)
     model = make_tiny(request.param)
     return model, load_model(save_tiny(model, tmp_path_factory.mktemp("tiny")), "float32")
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from core.config import EngineConfig, SpeculativeConfig
 from engine.engine import Engine
@@ -16,14 +15,6 @@ from support.ranks import sharded
 from support.tiny_models import PagedRunner, make_tiny, random_ids, reference_logits, save_tiny
 
 BLOCK = 4
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-moe", "deepseek-v2"])

@@ -4,7 +4,6 @@ import time
 from concurrent.futures import CancelledError
 
 import pytest
-import torch
 
 from core.config import EngineConfig
 from core.errors import EngineError
@@ -14,15 +13,6 @@ from engine.types import SequenceOutput
 from support.mock_model import MockModel, make_request
 
 WAIT = 30.0  # only ever reached by a bug
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors are tiny here, and a second thread costs more than it does."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Harness:

@@ -51,7 +51,6 @@ def test_weights_are_those_that_the_model_has(gpu):
 
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_every_case_is_measured(gpu, monkeypatch, has_graphs):
-    torch.set_num_threads(1)
     if has_graphs:
         monkeypatch.setattr(flashinfer_paged, "why_not", lambda *a: "")
         monkeypatch.setattr(flashinfer_paged, "load", lambda: fake_flashinfer)

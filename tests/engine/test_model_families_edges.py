@@ -33,7 +33,6 @@ ARCHITECTURES = {settings[0].model_type: name for name, settings in FAMILY_CONFI
 @pytest.fixture(scope="module")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(transformers model, files) of the family named by the parameter."""
-    torch.set_num_threads(1)
     model = make_tiny(request.param)
     return model, save_tiny(model, tmp_path_factory.mktemp("tiny"))
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from support.models_check import COLUMNS, beyond, check, main
 from support.tiny_models import make_tiny
@@ -16,7 +15,6 @@ def test_a_family_is_within_every_bound(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_wrong_model_is_beyond_every_bound(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     errors = check("llama", tmp_path, reference=make_tiny("llama", rms_norm_eps=0.3))
     assert beyond(errors) == list(COLUMNS)
     assert beyond({name: float("nan") for name in COLUMNS}) == list(COLUMNS)

@@ -36,7 +36,6 @@ def mock_engine(num_kv_blocks: int = 64, **config: object) -> Engine:
 
 def test_loglikelihoods_equal_transformers(tiny_model_dir):
     """As lm-eval asks for them: a context and a continuation, scored and not continued."""
-    torch.set_num_threads(1)
     reference = LlamaForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     model = load_model(resolve_model(str(tiny_model_dir)), "float32")
     config = EngineConfig(block_size=8, max_num_batched_tokens=13)  # chunks across blocks

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -47,13 +46,10 @@ class Models:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     target = save_tiny(make_tiny("qwen3"), tmp_path_factory.mktemp("target"))
     draft = save_tiny(make_tiny("llama", seed=3), tmp_path_factory.mktemp("draft"))
-    yield Models(*(load_model(files, "float32") for files in (target, target, draft)))
-    torch.set_num_threads(before)
+    return Models(*(load_model(files, "float32") for files in (target, target, draft)))
 
 
 @pytest.fixture(scope="module")

@@ -15,15 +15,6 @@ from support.mock_model import make_request
 VOCAB = 997
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors are tiny here, and a second thread costs more than it does."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def make_sequence(prompt=(1, 2, 3), output=(), **sampling) -> Sequence:
     sampling.setdefault("max_tokens", 100)
     request = make_request("r", prompt, output=output, **sampling)

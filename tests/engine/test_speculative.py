@@ -4,7 +4,6 @@ import random
 
 import numpy as np
 import pytest
-import torch
 
 from core.config import EngineConfig, SpeculativeConfig
 from core.model_files import resolve_model
@@ -171,7 +170,6 @@ def test_what_the_lookup_finds(tokens, limit, expected):
 
 @pytest.mark.parametrize(("temperature", "least"), [(0.0, 20), (0.4, 1)])
 def test_a_real_model_that_repeats_itself_takes_fewer_steps(tiny_model_dir, temperature, least):
-    torch.set_num_threads(1)
     model = load_model(resolve_model(str(tiny_model_dir)), "float32")
     speculative = SpeculativeConfig(method="ngram", num_tokens=4, prompt_lookup_min=1)
     results, accepted = [], []

@@ -37,14 +37,6 @@ class Believer(Engine):
         super()._advance_decode(seq, [*guessed, *samples[len(guessed) :]], outputs)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def exact() -> dict[tuple[int, ...], float]:
     """Probability of each combination of tokens after the prompt."""

@@ -2,11 +2,9 @@
 what matters is that their number does not grow with the sequences of a batch."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.config import EngineConfig
@@ -32,14 +30,6 @@ class CallCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.calls[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def calls_of_a_step(path: Path, dtype: str, batch: int, num_layers: int = LAYERS) -> Counter[str]:

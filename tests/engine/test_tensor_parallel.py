@@ -51,14 +51,6 @@ def ids_of(length: int, seed: int = 0) -> list[int]:
     return [token % VOCAB for token in random_ids(length, seed)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(("size", "family", "changes"), CASES)
 def test_logits_equal_transformers(
     size: int, family: str, changes: dict[str, Any], tmp_path: Path

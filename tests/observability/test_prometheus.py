@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from support.fake_workers import eventually
 from support.ports import free_port
 from support.router import running
+from support.waiting import eventually
 
 _FOLDER = Path(__file__).parents[2] / "k8s" / "observability"
 _PROMETHEUS = shutil.which("prometheus")

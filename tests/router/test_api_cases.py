@@ -12,7 +12,7 @@ from rpc import inference_pb2 as pb
 from rpc import inference_pb2_grpc
 from rpc.channel import make_channel
 from support.byte_tokenizer import EOS
-from support.fake_workers import BLOCK_SIZE, answer_text
+from support.fake_answers import BLOCK_SIZE, answer_text
 from support.router import Running, running
 from support.sse import events, is_done
 

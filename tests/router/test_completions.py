@@ -5,7 +5,7 @@ import json
 import pytest
 
 from support.byte_tokenizer import EOS
-from support.fake_workers import answer_text
+from support.fake_answers import answer_text
 from support.sse import events, stream_body
 
 

@@ -17,8 +17,8 @@ import pytest_asyncio
 from rpc import worker_pb2
 from support.browser import CHROMIUM, chromium
 from support.dashboard_scene import ANSWER, break_twice, scene
-from support.fake_workers import eventually
 from support.router import Running, running
+from support.waiting import eventually
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

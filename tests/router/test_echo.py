@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from support.fake_workers import answer_text
+from support.fake_answers import answer_text
 from support.router import Running, running
 
 PROMPT = "caf\u00e9 au"

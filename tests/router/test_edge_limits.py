@@ -12,8 +12,8 @@ from core.config import Config, parse_config
 from router.http import request_body
 from router.http import server as http_server
 from router.openai.frontend import Frontend
-from support.fake_workers import eventually
 from support.router import Running, running
+from support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 

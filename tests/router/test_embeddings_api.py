@@ -10,8 +10,10 @@ import pytest
 
 from core.errors import EngineError
 from rpc import worker_pb2
-from support.fake_workers import BLOCK_SIZE, Fault, eventually
+from support.fake_answers import BLOCK_SIZE
+from support.fake_workers import Fault
 from support.router import Running, running
+from support.waiting import eventually
 
 PATH = "/v1/embeddings"
 

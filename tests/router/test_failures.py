@@ -12,9 +12,11 @@ from core.errors import EngineError, HandoverError, OverloadedError, RequestErro
 from core.types import Role
 from router.request.pipeline import Waits
 from rpc import worker_pb2
-from support.fake_workers import BLOCK_SIZE, Fault, answer_text, eventually
+from support.fake_answers import BLOCK_SIZE, answer_text
+from support.fake_workers import Fault
 from support.router import Running, running
 from support.sse import events, is_done, stream_body
+from support.waiting import eventually
 
 LOST = UnavailableError("lost")
 TEXT = answer_text("hello", 8)

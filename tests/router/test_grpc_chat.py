@@ -14,8 +14,9 @@ from rpc import inference_pb2_grpc, worker_pb2
 from rpc.channel import make_channel
 from rpc.codec import request_from_pb
 from support.byte_tokenizer import byte_tokenizer
-from support.fake_workers import answer_text, eventually, says
+from support.fake_answers import answer_text, says
 from support.router import Running, running
+from support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = (

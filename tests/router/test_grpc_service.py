@@ -10,8 +10,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from rpc import inference_pb2 as pb
 from rpc import inference_pb2_grpc, worker_pb2
 from rpc.channel import make_channel
-from support.fake_workers import answer_text, eventually
+from support.fake_answers import answer_text
 from support.router import running
+from support.waiting import eventually
 
 
 @pytest.fixture

@@ -9,9 +9,11 @@ from core.types import Role
 from router.placement import breaker as breaker_module
 from router.placement import worker as worker_module
 from router.request.retry_budget import RetryBudget
-from support.fake_workers import FakeWorker, Fault, answer_text, eventually, says
+from support.fake_answers import answer_text, says
+from support.fake_workers import FakeWorker, Fault
 from support.router import Running, running
 from support.sse import stream_body
+from support.waiting import eventually
 
 LOST = UnavailableError("lost")
 

@@ -8,7 +8,8 @@ import pytest
 
 from core.errors import EngineError
 from support.byte_tokenizer import byte_tokenizer
-from support.fake_workers import Fault, answer_text, says
+from support.fake_answers import answer_text, says
+from support.fake_workers import Fault
 from support.router import running
 
 HI = [{"role": "user", "content": "hello"}]

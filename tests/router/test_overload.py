@@ -13,9 +13,10 @@ from core.errors import OverloadedError
 from router.placement.fair_queue import FairQueue
 from router.placement.turnstile import Estimate, Turnstile
 from rpc.worker_pb2 import KvBlockCounts
-from support.fake_workers import FakeWorker, eventually
+from support.fake_workers import FakeWorker
 from support.router import Running, running
 from support.virtual_time import run_virtual
+from support.waiting import eventually
 
 # ---------------------------------------------------------------- whose turn it is
 

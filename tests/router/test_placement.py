@@ -10,8 +10,10 @@ import pytest
 from core.block_hash import block_hashes
 from planner.prefix_cache import PrefixCache
 from router.placement.policy import POLICIES, Demand, Load, Speeds, best_worker
-from support.fake_workers import BLOCK_SIZE, Fault, answer_text, eventually
+from support.fake_answers import BLOCK_SIZE, answer_text
+from support.fake_workers import Fault
 from support.router import Running, running
+from support.waiting import eventually
 
 # ---------------------------------------------------------------- hot prefixes, simulated
 

@@ -9,8 +9,10 @@ from core.errors import EngineError
 from core.types import Role
 from rpc import worker_pb2
 from rpc.worker_pb2 import KvBlockEvents
-from support.fake_workers import BLOCK_SIZE, FakeWorker, Fault, answer_text, eventually
+from support.fake_answers import BLOCK_SIZE, answer_text
+from support.fake_workers import FakeWorker, Fault
 from support.router import Running, running
+from support.waiting import eventually
 
 TEXT = answer_text("hello", 4)
 

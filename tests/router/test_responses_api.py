@@ -17,7 +17,8 @@ from router.openai.response_format import ResponseFormatter
 from router.request.generation import Delta, TextRequest, Usage
 from rpc import worker_pb2
 from support.byte_tokenizer import byte_tokenizer
-from support.fake_workers import Fault, answer_text, says
+from support.fake_answers import answer_text, says
+from support.fake_workers import Fault
 from support.router import Running, running
 
 PATH = "/v1/responses"

@@ -14,9 +14,11 @@ import pytest
 
 from core.types import Role
 from support.byte_tokenizer import TEMPLATE, byte_tokenizer
-from support.fake_workers import FakeCluster, answer_text, eventually
+from support.fake_answers import answer_text
+from support.fake_cluster import FakeCluster
 from support.ports import free_port
 from support.sse import events, is_done
+from support.waiting import eventually
 
 
 @pytest.fixture

@@ -23,8 +23,10 @@ from router.processes.tally import TallyFile
 from router.request.admission import Admission
 from router.request.metrics import SEEN_BY_ALL, Metrics
 from support.byte_tokenizer import TEMPLATE, byte_tokenizer
-from support.fake_workers import FakeCluster, answer_text, eventually
+from support.fake_answers import answer_text
+from support.fake_cluster import FakeCluster
 from support.ports import free_port
+from support.waiting import eventually
 
 KEY = "pd-one"
 

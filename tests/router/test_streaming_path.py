@@ -20,9 +20,11 @@ from router.request.attempt import Attempt
 from router.request.generation import Delta, Generation, TextRequest
 from router.request.metrics import TokenHistogram
 from rpc import worker_pb2
-from support.fake_workers import Fault, answer_text, eventually
+from support.fake_answers import answer_text
+from support.fake_workers import Fault
 from support.router import Running, running
 from support.sse import events, is_done, stream_body
+from support.waiting import eventually
 
 
 def steps_of(router: Running, worker_id: str = "decode-0") -> Any:

@@ -8,7 +8,8 @@ from core.types import Grammar, GrammarKind
 from router.chat.structured_output import grammar_of
 from router.openai.protocol import parse_chat, parse_completion
 from rpc import inference_pb2, inference_pb2_grpc, worker_pb2
-from support.fake_workers import Fault, says
+from support.fake_answers import says
+from support.fake_workers import Fault
 from support.router import MODEL, running
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

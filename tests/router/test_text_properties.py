@@ -20,7 +20,8 @@ from router.request.attempt import TokenBatch
 from router.request.generation import Delta, Generation, TextRequest, Usage
 from router.request.timeline import AttemptTimeline, Timeline, Timelines
 from support.byte_tokenizer import EOS, byte_tokenizer
-from support.fake_workers import Fault, says
+from support.fake_answers import says
+from support.fake_workers import Fault
 from support.router import running
 from support.sse import events, is_done
 

@@ -11,9 +11,10 @@ from core.logs import formatter
 from router.request.timeline import MAX_TOKEN_TIMES, Timeline, Timelines
 from router.request.timeline_view import timeline_view
 from rpc import worker_pb2
-from support.fake_workers import FakeWorker, Fault, eventually
+from support.fake_workers import FakeWorker, Fault
 from support.router import Running, running
 from support.sse import events
+from support.waiting import eventually
 
 
 def give_times(it: Running) -> None:

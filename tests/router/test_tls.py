@@ -20,8 +20,10 @@ from rpc import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from rpc.channel import make_channel
 from rpc.tls import TlsFiles, internal_tls, use_internal_tls
 from support.certificates import Authority
-from support.fake_workers import FakeCluster, answer_text, eventually
+from support.fake_answers import answer_text
+from support.fake_cluster import FakeCluster
 from support.router import Running, running
+from support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 LOCAL = "DNS:localhost,IP:127.0.0.1"

@@ -10,7 +10,7 @@ from router.chat.template import ChatTemplate
 from router.chat.tools import ChatReading, parse_tools
 from rpc.codec import request_from_pb
 from support.byte_tokenizer import byte_tokenizer
-from support.fake_workers import says
+from support.fake_answers import says
 from support.router import Running, running
 from support.sse import events
 

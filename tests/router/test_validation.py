@@ -4,7 +4,7 @@ import json
 
 import httpx
 
-from support.fake_workers import answer_text
+from support.fake_answers import answer_text
 from support.router import Running, running
 
 CHAT = "/v1/chat/completions"

@@ -11,7 +11,7 @@ from rpc import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
 from rpc.channel import make_channel
 from rpc.cluster_token import VARIABLE, fresh_cluster_token
 from rpc.status import error_from_rpc
-from support.fake_workers import FakeCluster
+from support.fake_cluster import FakeCluster
 from support.router import running
 
 

@@ -13,7 +13,8 @@ from time import monotonic
 
 from core.errors import UnavailableError
 from rpc import worker_pb2
-from support.fake_workers import BLOCK_SIZE, FakeWorker, Fault, says
+from support.fake_answers import BLOCK_SIZE, says
+from support.fake_workers import FakeWorker, Fault
 from support.router import Running, running
 
 _CHUNK = 512  # tokens

@@ -1,11 +1,6 @@
-"""A controller and workers in this process that speak the real protocol and compute nothing.
-
-Token i of an answer is a lower-case letter that depends on the prompt, i and, when the
-temperature is not 0, on the seed: so a retried or resumed answer can be told from a wrong one.
-"""
+"""Workers in this process that speak the real protocol and compute nothing."""
 
 import asyncio
-import struct
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import contextmanager
@@ -15,55 +10,11 @@ from typing import Literal
 from core.block_hash import block_hashes, short_hash
 from core.errors import HandoverError, PdserveError, StalePeerError
 from core.types import Role
-from rpc import cluster_pb2, cluster_pb2_grpc, codec, worker_pb2, worker_pb2_grpc
+from rpc import cluster_pb2, codec, worker_pb2, worker_pb2_grpc
 from rpc.channel import bind, make_server
 from rpc.status import translated_errors
+from support.fake_answers import BLOCK_SIZE, answer_token, embedding_of, prompt_scores
 from worker.step_stream import StepStreams
-
-BLOCK_SIZE = 16
-
-
-def answer_token(prompt: list[int], index: int, seed: int = 0) -> int:
-    return ord("a") + (sum(prompt) + 7 * index + seed) % 26
-
-
-def answer_text(prompt: str, num_tokens: int, seed: int = 0) -> str:
-    ids = list(prompt.encode())
-    return "".join(chr(answer_token(ids, index, seed)) for index in range(num_tokens))
-
-
-def prompt_scores(
-    request: worker_pb2.GenerationRequest,
-) -> list[worker_pb2.PromptLogprobs]:
-    """If asked for, in two messages: prompt token i has -i/8, and so have its followers."""
-    if not request.sampling.HasField("prompt_logprobs"):
-        return []
-    tokens = []
-    for index, token_id in enumerate(request.prompt_token_ids[1:], start=1):
-        token = worker_pb2.Token(id=token_id, logprob=-index / 8)
-        for rank in range(request.sampling.prompt_logprobs):
-            token.top.append(
-                worker_pb2.TokenLogprob(id=(token_id + rank) % 256, logprob=-(index + rank) / 8)
-            )
-        tokens.append(token)
-    return [
-        worker_pb2.PromptLogprobs(first_index=1, tokens=tokens[:2]),
-        worker_pb2.PromptLogprobs(first_index=len(tokens[:2]) + 1, tokens=tokens[2:]),
-    ]
-
-
-def embedding_of(request: worker_pb2.GenerationRequest) -> bytes:
-    """If asked for: how many tokens, their sum, and which kind of pooling."""
-    if not request.sampling.pooling:
-        return b""
-    ids = request.prompt_token_ids
-    return struct.pack("<3f", len(ids), sum(ids), request.sampling.pooling)
-
-
-def says(text: str, eos: int = 256) -> Callable[[list[int], int], int]:
-    """A script for `FakeWorker.script`: this text in bytes, then EOS."""
-    data = text.encode()
-    return lambda prompt, index: data[index] if index < len(data) else eos
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +29,33 @@ class Fault:
     error: PdserveError | None = None
 
 
+class HandOvers:
+    """Stands for KV on its way from P to D: whether P has an attempt's, and that D took it."""
+
+    def __init__(self) -> None:
+        self._given: dict[str, asyncio.Future[bool]] = {}
+        self._taken: dict[str, asyncio.Future[None]] = {}
+
+    def given(self, request_id: str) -> "asyncio.Future[bool]":
+        """True when P holds the KV; False when it has given up."""
+        return self._given.setdefault(request_id, asyncio.get_running_loop().create_future())
+
+    def taken(self, request_id: str) -> "asyncio.Future[None]":
+        """Done when D has everything: the end of P's call."""
+        return self._taken.setdefault(request_id, asyncio.get_running_loop().create_future())
+
+    def take(self, request_id: str) -> None:
+        taken = self.taken(request_id)
+        if not taken.done():
+            taken.set_result(None)
+
+
 class FakeWorker:
     """One incarnation. `next_fault` says what goes wrong with the next call. With a `gate`, every
     token waits until somebody releases it; with a `pause`, for so many seconds."""
 
-    def __init__(self, cluster: "FakeCluster", worker_id: str, role: Role) -> None:
-        self.cluster = cluster
+    def __init__(self, hand_overs: HandOvers, worker_id: str, role: Role) -> None:
+        self.kv = hand_overs
         self.id = worker_id
         self.role = role
         self.incarnation = uuid.uuid4().hex
@@ -124,6 +96,7 @@ class FakeWorker:
         self.steps = StepStreams()
         self.has_steps = True  # False: tokens come on each request's own call
         self._server = make_server()
+        self._deaths: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(_Worker(self), self._server)
@@ -134,6 +107,9 @@ class FakeWorker:
 
     async def die(self) -> None:
         await self._server.stop(None)
+
+    async def close(self) -> None:
+        await asyncio.gather(self.die(), *self._deaths)
 
     def report(self, **changes: int) -> None:
         """Changes the status and sends it."""
@@ -214,7 +190,7 @@ class FakeWorker:
             if fault.action == "cut":
                 return False
             if fault.action == "die":
-                self.cluster.background(self.die())
+                self._deaths.append(asyncio.create_task(self.die()))
             await asyncio.Event().wait()
         return True
 
@@ -312,7 +288,7 @@ class _Prefill(worker_pb2_grpc.PrefillServiceServicer):
     async def Prefill(self, message, context) -> AsyncIterator[worker_pb2.PrefillEvent]:
         worker, request = self._worker, message.request
         fault = worker.next_fault()
-        handed = worker.cluster.hand_over(request.request_id)
+        handed = worker.kv.given(request.request_id)
         worker.hand_overs.append(message.hand_over)
         worker.metadata.append(dict(context.invocation_metadata()))
         try:
@@ -346,7 +322,7 @@ class _Prefill(worker_pb2_grpc.PrefillServiceServicer):
                     if request.request_id in worker.held:
                         if fault is not None and fault.after == 1:
                             await worker.fail(fault)
-                        await worker.cluster.taken(request.request_id)
+                        await worker.kv.taken(request.request_id)
         finally:
             worker.held.discard(request.request_id)
             if not handed.done():
@@ -375,9 +351,9 @@ class _Decode(worker_pb2_grpc.DecodeServiceServicer):
                 if fault is not None and fault.after == 0 and not await worker.fail(fault):
                     return
                 if message.HasField("source"):
-                    if not await worker.cluster.hand_over(request.request_id):
+                    if not await worker.kv.given(request.request_id):
                         raise HandoverError("the prefill worker gave up")
-                    worker.cluster.take(request.request_id)
+                    worker.kv.take(request.request_id)
                     started.num_transferred_tokens = len(request.prompt_token_ids)
                     started.kv_bytes = 1024
                     index += 1
@@ -417,121 +393,3 @@ class _Decode(worker_pb2_grpc.DecodeServiceServicer):
                     index += 1
                     num_sent += 1
                     worker.num_tokens += 1
-
-
-class FakeCluster:
-    """The controller, and every worker that was ever started."""
-
-    def __init__(self) -> None:
-        self.workers: dict[str, FakeWorker] = {}
-        self.states: dict[str, worker_pb2.WorkerState] = {}
-        self.everyone: list[FakeWorker] = []
-        self.controller = ""
-        self._hand_overs: dict[str, asyncio.Future[bool]] = {}
-        self._watchers: set[asyncio.Queue[None]] = set()
-        self._tasks: set[asyncio.Task] = set()
-        self._server = make_server()
-        self._version = 0
-
-    async def start(self) -> None:
-        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(_Controller(self), self._server)
-        self.controller = f"127.0.0.1:{bind(self._server, '127.0.0.1:0')}"
-        await self._server.start()
-
-    async def close(self) -> None:
-        await self.stop_controller()
-        await asyncio.gather(*(worker.die() for worker in self.everyone))
-        await asyncio.gather(*self._tasks)
-
-    async def stop_controller(self) -> None:
-        await self._server.stop(None)
-
-    async def add(
-        self, worker_id: str, role: Role, prepare: Callable[[FakeWorker], None] | None = None
-    ) -> FakeWorker:
-        """Starts a worker, as a fresh incarnation if the id is known, and publishes it."""
-        worker = FakeWorker(self, worker_id, role)
-        if prepare is not None:
-            prepare(worker)
-        await worker.start()
-        self.everyone.append(worker)
-        self.workers[worker_id] = worker
-        self.set_state(worker_id, worker_pb2.WORKER_STATE_READY)
-        return worker
-
-    def set_state(self, worker_id: str, state: worker_pb2.WorkerState) -> None:
-        self.states[worker_id] = state
-        self.publish()
-
-    def remove(self, worker_id: str) -> None:
-        del self.workers[worker_id]
-        self.publish()
-
-    def publish(self) -> None:
-        self._version += 1
-        for queue in self._watchers:
-            queue.put_nowait(None)
-
-    def view(self) -> cluster_pb2.ClusterView:
-        entries = [worker.entry(self.states[worker.id]) for worker in self.workers.values()]
-        return cluster_pb2.ClusterView(version=self._version, workers=entries)
-
-    def hand_over(self, request_id: str) -> "asyncio.Future[bool]":
-        if request_id not in self._hand_overs:
-            self._hand_overs[request_id] = asyncio.get_running_loop().create_future()
-        return self._hand_overs[request_id]
-
-    def taken(self, request_id: str) -> "asyncio.Future[bool]":
-        """Set when D has everything: the end of P's call."""
-        return self.hand_over(f"taken {request_id}")
-
-    def take(self, request_id: str) -> None:
-        taken = self.taken(request_id)
-        if not taken.done():
-            taken.set_result(True)
-
-    def background(self, work) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    @property
-    def is_quiet(self) -> bool:
-        """No call is open anywhere and nothing is held."""
-        return all(not worker.active and not worker.held for worker in self.everyone)
-
-
-class _Controller(cluster_pb2_grpc.ClusterServiceServicer):
-    def __init__(self, cluster: FakeCluster) -> None:
-        self._cluster = cluster
-
-    async def Watch(self, request, context) -> AsyncIterator[cluster_pb2.ClusterView]:
-        queue: asyncio.Queue[None] = asyncio.Queue()
-        self._cluster._watchers.add(queue)
-        try:
-            while True:
-                yield self._cluster.view()
-                try:
-                    await asyncio.wait_for(queue.get(), 5)
-                except TimeoutError:
-                    continue
-        finally:
-            self._cluster._watchers.discard(queue)
-
-
-async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Returns when `condition` holds; fails the test if it does not in `timeout_s`."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
-__all__ = [
-    "Fault",
-    "FakeCluster",
-    "FakeWorker",
-    "answer_text",
-    "answer_token",
-    "eventually",
-    "says",
-]

@@ -6,6 +6,7 @@ overwritten or copied to the wrong place therefore changes the output.
 """
 
 import hashlib
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from core.types import GenerationRequest, SamplingParams
 from engine.attention.base import StepBatch
 from engine.engine import Engine
 from engine.types import SequenceOutput
+
+B = 4  # tokens of a block, where nothing else is said
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,41 @@ def make_request(
     )
 
 
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(f"{seed}-{length}")
+    return [rng.randrange(101) for _ in range(length)]
+
+
+def mixed_requests(count: int, seed: int, longest: int) -> list[GenerationRequest]:
+    """Prompts that share prefixes, with all kinds of sampling."""
+    rng = random.Random(seed)
+    stems = [prompt_of(longest, stem) for stem in range(4)]
+    requests = []
+    for index in range(count):
+        stem = rng.choice(stems)[: rng.randint(0, longest // 2)]
+        tail = [rng.randrange(101) for _ in range(rng.randint(1, longest - len(stem)))]
+        requests.append(
+            make_request(
+                f"r{index}",
+                stem + tail,
+                max_tokens=rng.randint(1, 24),
+                temperature=rng.choice([0.0, 1.0]),
+                seed=rng.getrandbits(32),
+                top_p=rng.choice([1.0, 0.9]),
+                presence_penalty=rng.choice([0.0, 0.5]),
+                stop_token_ids=(rng.randrange(101),),
+                cache_salt=rng.choice(["", "", "s"]),
+            )
+        )
+    return requests
+
+
+def generate(engine: Engine, *requests: GenerationRequest) -> dict[str, list[int]]:
+    for request in requests:
+        engine.add(request)
+    return run_to_end(engine)
+
+
 def run_to_end(engine: Engine, max_steps: int = 10_000) -> dict[str, list[int]]:
     """Steps until there is no work, checking the books after every step; new tokens by request.
     Fails if a step that should bring something forward does not."""
@@ -121,3 +159,13 @@ def collect(tokens: dict[str, list[int]], outputs: list[SequenceOutput]) -> None
     for output in outputs:
         assert output.error is None, output.error
         tokens.setdefault(output.request_id, []).extend(output.token_ids)
+
+
+def is_idle(engine: Engine) -> bool:
+    counts = engine.block_counts()
+    return not engine.has_work() and counts.free + counts.cached == counts.total
+
+
+def only(outputs: list[SequenceOutput], request_id: str = "r") -> SequenceOutput:
+    (output,) = (o for o in outputs if o.request_id == request_id)
+    return output

@@ -41,6 +41,13 @@ def tiny_config(model_dir: Path, **engine: Any) -> Config:
     return parse_config(f"model: {model_dir}\ndtype: float32\nengine:{section}\n")
 
 
+def hand_over_config(model_dir: Path, transport: str = "grpc", **engine: Any) -> Config:
+    """With leases that end soon."""
+    config = tiny_config(model_dir, **engine)
+    transfer = config.kv_transfer.model_copy(update={"transport": transport, "lease_seconds": 1.0})
+    return config.model_copy(update={"kv_transfer": transfer})
+
+
 @dataclass
 class Answer:
     """What the router would have seen of one attempt."""

@@ -13,7 +13,9 @@ from router.request.pipeline import Waits
 from router.server import RouterServer
 from router.text.tokenizer import Tokenizer
 from support.byte_tokenizer import byte_tokenizer
-from support.fake_workers import FakeCluster, FakeWorker, eventually
+from support.fake_cluster import FakeCluster
+from support.fake_workers import FakeWorker
+from support.waiting import eventually
 
 MODEL = "fake"
 

@@ -2,14 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from core.config import Config
 from core.errors import (
     CorruptBlockError,
     DeadlineError,
@@ -26,28 +24,15 @@ from support.pair import (
     BLOCK,
     Pair,
     disturb,
+    hand_over_config,
     prompt,
     request,
     running_pair,
     start_worker,
     stop_worker,
-    tiny_config,
 )
 
 NUM_TOKENS = 100  # 13 blocks in 4 chunks
-
-
-def config_of(model_dir: Path, transport: str = "grpc", **engine: Any) -> Config:
-    config = tiny_config(model_dir, **engine)
-    transfer = config.kv_transfer.model_copy(update={"transport": transport, "lease_seconds": 1.0})
-    return config.model_copy(update={"kv_transfer": transfer})
-
-
-@pytest.fixture
-async def pair(tiny_model_dir: Path) -> AsyncIterator[Pair]:
-    async with running_pair(config_of(tiny_model_dir)) as pair:
-        yield pair
-        await pair.wait_idle()
 
 
 async def serves(pair: Pair) -> None:
@@ -130,7 +115,7 @@ async def test_lengths_around_a_block_without_prefix_caches(
     tiny_model_dir: Path, transport: str
 ) -> None:
     """V03, the other half: nothing is ever held here, each time all of it is sent."""
-    config = config_of(tiny_model_dir, transport, enable_prefix_caching=False)
+    config = hand_over_config(tiny_model_dir, transport, enable_prefix_caching=False)
     async with running_pair(config) as pair:
         for length in (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK):
             alone = await pair.alone(request(prompt(length)))
@@ -202,7 +187,7 @@ async def test_a_decode_worker_restarts_at_the_same_address(
     tiny_model_dir: Path, transport: str
 ) -> None:
     """V08: P has no state about D that could be stale; who means the old D is refused."""
-    async with running_pair(config_of(tiny_model_dir, transport)) as pair:
+    async with running_pair(hand_over_config(tiny_model_dir, transport)) as pair:
         await serves(pair)
         old = pair.decode.info.incarnation
         await restarted_decode(pair)
@@ -226,7 +211,7 @@ async def test_a_decode_worker_restarts_in_the_middle_of_a_pull(
     tiny_model_dir: Path, transport: str
 ) -> None:
     """V08, V01: P frees what was in flight, at once; the next D at that address is served."""
-    async with running_pair(config_of(tiny_model_dir, transport)) as pair:
+    async with running_pair(hand_over_config(tiny_model_dir, transport)) as pair:
         shim = disturb(pair)
         pulling = asyncio.Event()
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from core.config import Config
 from core.errors import HandoverError, IncompatiblePeerError, RequestError, UnavailableError
 from core.types import Role
 from decode_worker.kv_import import KVImport
@@ -26,27 +25,15 @@ from support.pair import (
     Answer,
     Pair,
     disturb,
+    hand_over_config,
     prompt,
     request,
     running_pair,
     start_worker,
-    tiny_config,
 )
 
 NUM_TOKENS = 100  # 13 blocks in 4 chunks
 CHUNK_BLOCKS = 4
-
-
-def config_of(model_dir: Path, transport: str = "grpc", **engine: Any) -> Config:
-    config = tiny_config(model_dir, **engine)
-    transfer = config.kv_transfer.model_copy(update={"transport": transport, "lease_seconds": 1.0})
-    return config.model_copy(update={"kv_transfer": transfer})
-
-
-@pytest.fixture
-async def pair(tiny_model_dir: Path) -> AsyncIterator[Pair]:
-    async with running_pair(config_of(tiny_model_dir)) as pair:
-        yield pair
 
 
 @asynccontextmanager
@@ -89,7 +76,7 @@ async def test_blocks_are_pulled_while_later_chunks_are_computed(
 ) -> None:
     """Chunk n + 1 is held inside P's model until D has all the blocks of chunk n: that can only
     end if they are announced and pulled while the engine computes."""
-    async with running_pair(config_of(tiny_model_dir, transport)) as pair:
+    async with running_pair(hand_over_config(tiny_model_dir, transport)) as pair:
         shim = disturb(pair)
         engine = pair.prefill.runtime.engine
         forward = engine.model.forward
@@ -293,7 +280,7 @@ async def test_prefill_worker_restarts_in_the_middle_of_a_pull(
     assert answer.decode_started is None
     port = int(old.info.address.rpartition(":")[2])
     await pair.channels.pop(old).close()
-    fresh = await start_worker(config_of(tiny_model_dir), Role.PREFILL, port=port)
+    fresh = await start_worker(hand_over_config(tiny_model_dir), Role.PREFILL, port=port)
     assert isinstance(fresh, PrefillWorker)
     pair.prefill = fresh
     pair.channels[fresh] = make_channel(fresh.info.address)
@@ -384,7 +371,7 @@ async def test_more_kv_than_a_message_may_hold(tiny_model_dir: Path, transport: 
     from kv_transfer.wire import PIECE_BYTES
     from rpc.channel import MAX_MESSAGE_BYTES
 
-    config = config_of(
+    config = hand_over_config(
         tiny_model_dir, transport, block_size=256, num_kv_blocks=140, max_num_batched_tokens=512
     )
     async with running_pair(config) as pair:

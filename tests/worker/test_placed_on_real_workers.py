@@ -13,8 +13,9 @@ from core.types import Role
 from router.server import RouterServer
 from rpc import cluster_pb2, codec, worker_pb2
 from support.byte_tokenizer import byte_tokenizer
-from support.fake_workers import FakeCluster, eventually
+from support.fake_cluster import FakeCluster
 from support.pair import BLOCK, prompt, start_worker, tiny_config
+from support.waiting import eventually
 
 
 class Listed:

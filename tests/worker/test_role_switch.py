@@ -21,8 +21,9 @@ from dual_worker import DualWorker
 from router.server import RouterServer
 from rpc import worker_pb2
 from support.byte_tokenizer import byte_tokenizer
-from support.fake_workers import FakeCluster, eventually
+from support.fake_cluster import FakeCluster
 from support.pair import prompt, request
+from support.waiting import eventually
 
 READY, DRAINING = worker_pb2.WORKER_STATE_READY, worker_pb2.WORKER_STATE_DRAINING
 TEXT = """
