@@ -13,6 +13,8 @@ from cli.bench_options import (
     LoadOptions,
     ResultFiles,
     Warmup,
+    request_option,
+    result_option,
     run_async,
     spread,
 )
@@ -33,43 +35,34 @@ def bench(
     ask: AskOptions,
     results: ResultFiles,
     url: Annotated[
-        str | None,
-        typer.Option(help="The server. Default: the pdserve that runs here."),
+        str | None, typer.Option(help="The server. Default: the pdserve that runs here.")
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="Default: the first that the server names.")
     ] = None,
     csv_file: Annotated[
-        Path | None,
-        typer.Option("--csv", help="Write one line for each request.", rich_help_panel="Results"),
+        Path | None, result_option("--csv", help="Write one line for each request.")
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")
     ] = None,
     prompts: Annotated[
         str,
-        typer.Option(
+        request_option(
             help="ids: exact on every model; words: any server. auto: ids where the "
-            "server is known to take them.",
-            rich_help_panel="Requests",
-        ),  # fmt: skip
+            "server is known to take them."
+        ),
     ] = "auto",
     vocab_size: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Token ids stay below it. Default: 1000 to 30000.",
-            rich_help_panel="Requests",
-        ),  # fmt: skip
+        int | None, request_option(min=2, help="Token ids stay below it. Default: 1000 to 30000.")
     ] = None,
     ignore_eos: Annotated[
         bool | None,
-        typer.Option(
+        request_option(
             "--ignore-eos/--no-ignore-eos",
-            rich_help_panel="Requests",
             help="Answers of exactly the asked length. Default: where the server is "
             "known to understand it.",
-        ),  # fmt: skip
+        ),
     ] = None,
     warmup: Warmup = 1,
 ) -> None:

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, fields, is_dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
@@ -21,122 +21,71 @@ if TYPE_CHECKING:
     from loadgen.workload import Arrivals
 
 T = TypeVar("T")
-_LOAD, _WORK, _OUT = "Load", "Requests", "Results"
+load_option = partial(typer.Option, rich_help_panel="Load")
+request_option = partial(typer.Option, rich_help_panel="Requests")
+result_option = partial(typer.Option, rich_help_panel="Results")
 
-NumRequests = Annotated[int, typer.Option(min=1, help="How many.", rich_help_panel=_WORK)]
-Concurrency = Annotated[
-    str | None,
-    typer.Option(metavar="N", help="Closed loop: so many at a time.", rich_help_panel=_LOAD),
-]
-Rate = Annotated[
-    str | None,
-    typer.Option(
-        metavar="R",
-        help="Open loop: so many a second, whatever the server does; inf: all at once.",
-        rich_help_panel=_LOAD,
-    ),  # fmt: skip
-]
-Burstiness = Annotated[
-    float,
-    typer.Option(
-        help="Shape of the gamma distributed gaps of --rate: 1 is Poisson, less is more bursty.",
-        rich_help_panel=_LOAD,
-    ),  # fmt: skip
-]
-InputLen = Annotated[
-    str,
-    typer.Option(
-        metavar="LENGTH",
-        help="Prompt tokens: N, normal:MEAN:STD, lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH.",
-        rich_help_panel=_WORK,
-    ),  # fmt: skip
-]
-OutputLen = Annotated[
-    str, typer.Option(metavar="LENGTH", help="Output tokens, alike.", rich_help_panel=_WORK)
-]
-PrefixLen = Annotated[
-    int,
-    typer.Option(
-        min=0, help="So many of the prompt's tokens are a shared prefix.", rich_help_panel=_WORK
-    ),  # fmt: skip
-]
-NumPrefixes = Annotated[
-    int, typer.Option(min=1, help="How many such prefixes there are.", rich_help_panel=_WORK)
-]
-Trace = Annotated[
-    Path | None,
-    typer.Option(
-        help="Lengths, arrivals and shared prefixes of a trace: Azure or BurstGPT CSV, "
-        "Mooncake JSONL, also as .gz.",
-        rich_help_panel=_WORK,
-    ),  # fmt: skip
-]
-TraceScale = Annotated[
-    float, typer.Option(help="Play a trace so many times as fast.", rich_help_panel=_LOAD)
-]
-LengthScale = Annotated[
-    float,
-    typer.Option(
-        help="All lengths of a trace times this, for small models.", rich_help_panel=_WORK
-    ),  # fmt: skip
-]
-MaxRequests = Annotated[
-    int | None, typer.Option(min=1, help="The first so many of a trace.", rich_help_panel=_WORK)
-]
-Seed = Annotated[int, typer.Option(help="Same seed, same requests.", rich_help_panel=_WORK)]
-SloTtft = Annotated[
-    float | None, typer.Option(help="Seconds that a good TTFT has at most.", rich_help_panel=_OUT)
-]
-SloTpot = Annotated[
-    float | None, typer.Option(help="Seconds that a good TPOT has at most.", rich_help_panel=_OUT)
-]
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write all figures.", rich_help_panel=_OUT)
-]
-Plots = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Write report.html, and PNGs where matplotlib is installed.",
-        rich_help_panel=_OUT,
-    ),  # fmt: skip
-]
-Endpoint = Annotated[str, typer.Option(help="completions or chat.", rich_help_panel=_WORK)]
-Extra = Annotated[
-    str | None,
-    typer.Option(
-        metavar="JSON",
-        help="More fields for each body; null leaves a field out.",
-        rich_help_panel=_WORK,
-    ),  # fmt: skip
-]
-Warmup = Annotated[
-    int, typer.Option(min=0, help="Requests before the measurement.", rich_help_panel=_WORK)
-]
-Timeout = Annotated[
-    float, typer.Option(help="Seconds that one request may take.", rich_help_panel=_LOAD)
-]
+Warmup = Annotated[int, request_option(min=0, help="Requests before the measurement.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
     """What is sent and when, as the user gave it."""
 
-    num_requests: NumRequests = 100
-    concurrency: Concurrency = None
-    rate: Rate = None
-    burstiness: Burstiness = 1.0
-    input_len: InputLen = "256"
-    output_len: OutputLen = "64"
-    prefix_len: PrefixLen = 0
-    num_prefixes: NumPrefixes = 1
-    trace: Trace = None
-    trace_scale: TraceScale = 1.0
-    length_scale: LengthScale = 1.0
-    max_requests: MaxRequests = None
-    seed: Seed = 0
-    slo_ttft: SloTtft = None
-    slo_tpot: SloTpot = None
+    num_requests: Annotated[int, request_option(min=1, help="How many.")] = 100
+    concurrency: Annotated[
+        str | None, load_option(metavar="N", help="Closed loop: so many at a time.")
+    ] = None
+    rate: Annotated[
+        str | None,
+        load_option(
+            metavar="R",
+            help="Open loop: so many a second, whatever the server does; inf: all at once.",
+        ),
+    ] = None
+    burstiness: Annotated[
+        float,
+        load_option(
+            help="Shape of the gamma distributed gaps of --rate: 1 is Poisson, less is more bursty."
+        ),
+    ] = 1.0
+    input_len: Annotated[
+        str,
+        request_option(
+            metavar="LENGTH",
+            help="Prompt tokens: N, normal:MEAN:STD, lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH.",
+        ),
+    ] = "256"
+    output_len: Annotated[str, request_option(metavar="LENGTH", help="Output tokens, alike.")] = (
+        "64"
+    )
+    prefix_len: Annotated[
+        int, request_option(min=0, help="So many of the prompt's tokens are a shared prefix.")
+    ] = 0
+    num_prefixes: Annotated[
+        int, request_option(min=1, help="How many such prefixes there are.")
+    ] = 1
+    trace: Annotated[
+        Path | None,
+        request_option(
+            help="Lengths, arrivals and shared prefixes of a trace: Azure or BurstGPT CSV, "
+            "Mooncake JSONL, also as .gz."
+        ),
+    ] = None
+    trace_scale: Annotated[float, load_option(help="Play a trace so many times as fast.")] = 1.0
+    length_scale: Annotated[
+        float, request_option(help="All lengths of a trace times this, for small models.")
+    ] = 1.0
+    max_requests: Annotated[
+        int | None, request_option(min=1, help="The first so many of a trace.")
+    ] = None
+    seed: Annotated[int, request_option(help="Same seed, same requests.")] = 0
+    slo_ttft: Annotated[
+        float | None, result_option(help="Seconds that a good TTFT has at most.")
+    ] = None
+    slo_tpot: Annotated[
+        float | None, result_option(help="Seconds that a good TPOT has at most.")
+    ] = None
 
     def workload(self) -> "Workload":
         """Raises ConfigError that names the option or the trace's line."""
@@ -191,9 +140,12 @@ class LoadOptions:
 class AskOptions:
     """How each request asks."""
 
-    endpoint: Endpoint = "completions"
-    extra: Extra = None
-    timeout: Timeout = 600.0
+    endpoint: Annotated[str, request_option(help="completions or chat.")] = "completions"
+    extra: Annotated[
+        str | None,
+        request_option(metavar="JSON", help="More fields for each body; null leaves a field out."),
+    ] = None
+    timeout: Annotated[float, load_option(help="Seconds that one request may take.")] = 600.0
 
     def checked_endpoint(self) -> str:
         if self.endpoint not in ("completions", "chat"):
@@ -214,8 +166,13 @@ class AskOptions:
 class ResultFiles:
     """Where results go; None: nowhere."""
 
-    json_file: JsonFile = None
-    plots: Plots = None
+    json_file: Annotated[Path | None, result_option("--json", help="Write all figures.")] = None
+    plots: Annotated[
+        Path | None,
+        result_option(
+            metavar="DIR", help="Write report.html, and PNGs where matplotlib is installed."
+        ),
+    ] = None
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:

@@ -22,6 +22,7 @@ from cli.bench_options import (
     LoadOptions,
     ResultFiles,
     Warmup,
+    result_option,
     run_async,
     spread,
 )
@@ -71,15 +72,13 @@ def compare(
     repetitions: Annotated[int, typer.Option(min=1, help="Of each side, by turns.")] = 3,
     resume: Annotated[
         bool,
-        typer.Option(
+        result_option(
             "--resume",
             help="Count the repetitions in the --json file too, if it is there, and add to them.",
-            rich_help_panel="Results",
-        ),  # fmt: skip
+        ),
     ] = False,
     markdown_file: Annotated[
-        Path | None,
-        typer.Option("--markdown", help="Write the report.", rich_help_panel="Results"),
+        Path | None, result_option("--markdown", help="Write the report.")
     ] = None,
     warmup: Warmup = 4,
 ) -> None:

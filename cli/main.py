@@ -10,6 +10,7 @@ import typer
 from cli.bench import bench
 from cli.compare import compare
 from cli.operate import apply, doctor, drain, logs, rollout, scale, switch, top
+from cli.options import Overrides, Url
 from cli.terminal import Reporter, clear_errors
 
 app = typer.Typer(
@@ -26,19 +27,11 @@ app.add_typer(models_app, name="models")
 keys_app = typer.Typer(help="API keys of the HTTP and gRPC endpoints.", no_args_is_help=True)
 app.add_typer(keys_app, name="keys")
 
-Url = Annotated[
-    str | None,
-    typer.Option("--url", help="The router's HTTP address. Default: the one that runs here."),
-]
-
 
 @app.command(epilog="Example: pdserve up configs/local.yaml --set pools.decode.replicas=2")
 def up(
     config: Annotated[Path, typer.Argument(help="The YAML file of the deployment.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the file. Repeatable."),
-    ] = None,
+    overrides: Overrides = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show logs, and tracebacks of errors.")
     ] = False,
@@ -208,9 +201,7 @@ def plan(
 @app.command(epilog="Example: pdserve profile --out here.json")
 def profile(
     out: Annotated[Path, typer.Option(help="A .json for `pdserve plan --hardware`.")],
-    url: Annotated[
-        str | None, typer.Option(help="The router. Default: the deployment that runs here.")
-    ] = None,
+    url: Url = None,
 ) -> None:
     """Measure a deployment of one prefill and one decode worker, for `plan` to simulate more."""
     with clear_errors():

@@ -7,25 +7,15 @@ from typing import Annotated
 
 import typer
 
+from cli.options import Controller, Grace, Overrides, Url
 from cli.terminal import Reporter, clear_errors
 
-Controller = Annotated[
-    str | None,
-    typer.Option(
-        "--controller",
-        metavar="HOST:PORT",
-        help="The controller. Default: of the deployment that runs here.",
-    ),
-]
 _WORDS = {1: "scale", 2: "replace the workers one by one", 3: "not while the deployment runs"}
 
 
 def apply(
     config: Annotated[Path, typer.Argument(help="The changed YAML file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the file. Repeatable."),
-    ] = None,
+    overrides: Overrides = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the difference, change nothing.")
     ] = False,
@@ -71,10 +61,7 @@ def drain(
     worker: Annotated[
         str | None, typer.Argument(help="As `pdserve status` names it: prefill-0.")
     ] = None,
-    grace: Annotated[
-        float | None,
-        typer.Option(min=0, max=3600, help="Seconds for what runs there. Default: 30."),
-    ] = None,
+    grace: Grace = None,
     host: Annotated[
         str | None,
         typer.Option(help="Instead of one worker: all of a host, until they are gone."),
@@ -106,10 +93,7 @@ class Pool(StrEnum):
 def switch(
     worker: Annotated[str, typer.Argument(help="As `pdserve status` names it: worker-1.")],
     to: Annotated[Pool, typer.Option("--to", help="The pool that it goes to.")],
-    grace: Annotated[
-        float | None,
-        typer.Option(min=0, max=3600, help="Seconds for what runs there. Default: 30."),
-    ] = None,
+    grace: Grace = None,
     controller: Controller = None,
 ) -> None:
     """Move a worker to the other pool; it keeps its process and its weights. Its pool must have
@@ -166,10 +150,7 @@ def logs(
 
 
 def top(
-    url: Annotated[
-        str | None,
-        typer.Option("--url", help="The router's HTTP address. Default: the one that runs here."),
-    ] = None,
+    url: Url = None,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
     count: Annotated[
         int | None, typer.Option(min=1, help="End after so many tables. Default: Ctrl-C ends it.")
@@ -196,10 +177,7 @@ def doctor(
     config: Annotated[
         Path | None, typer.Argument(help="A deployment's YAML, to check it against this machine.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the file. Repeatable."),
-    ] = None,
+    overrides: Overrides = None,
     url: Annotated[
         str | None,
         typer.Option("--url", help="A router, to check its workers too. Default: what runs here."),

@@ -17,18 +17,19 @@ from core.errors import PdserveError
 
 
 @contextmanager
-def clear_errors(verbose: bool = False) -> Iterator[None]:
-    """Turns an error into one line on stderr and exit code 1. The traceback is for --verbose."""
+def clear_errors(verbose: bool | None = None) -> Iterator[None]:
+    """Turns an error into one line on stderr and exit code 1. The traceback is for --verbose, or,
+    in a command that has no such option, for what was not expected."""
     try:
         yield
     except (typer.Exit, typer.Abort, KeyboardInterrupt):
         raise
     except Exception as error:
-        if verbose:
-            traceback.print_exc()
         expected = isinstance(error, PdserveError)
+        if verbose or (verbose is None and not expected):
+            traceback.print_exc()
         what = str(error) if expected else f"unexpected {type(error).__name__}: {error}"
-        hint = "" if expected or verbose else "; --verbose shows where"
+        hint = "; --verbose shows where" if verbose is False and not expected else ""
         print(f"pdserve: error: {' '.join(what.split())}{hint}", file=sys.stderr)
         raise typer.Exit(1) from error
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import fake_router
 import pytest
 
+import cli.client
 import cli.up
 from core.config import load_config
 
@@ -84,6 +85,17 @@ def test_an_unexpected_error_is_one_line_and_verbose_shows_where(pdserve, config
     result = pdserve("up", config_file, "--verbose")
     assert result.exit_code == 1
     assert "Traceback" in result.stderr
+
+
+def test_an_unexpected_error_shows_where_if_no_option_does(pdserve, monkeypatch):
+    def explode(*args, **kwargs):
+        raise KeyError("surprise")
+
+    monkeypatch.setattr(cli.client, "find_url", explode)
+    result = pdserve("status")
+    assert result.exit_code == 1
+    assert "Traceback" in result.stderr and "unexpected KeyError" in result.stderr
+    assert "--verbose" not in result.stderr
 
 
 # ---------------------------------------------------------------- status
