@@ -142,7 +142,7 @@ class Engine:
     def add_remote(self, request: GenerationRequest, matcher: Matcher | None = None) -> None:
         """Waits for blocks for all tokens of the request, whose KV a peer will send. They are
         announced by an output with `admitted`; the first `num_cached_tokens` tokens need no
-        sending. Then comes `start_decode`, `fall_back` or `abort`, in bounded time.
+        sending. Then comes `start_decode` or `abort`, in bounded time.
 
         Call it only once the peer has admitted the prefill: blocks are then reserved for KV
         that is certain to be computed, and two workers can never wait for each other's blocks.
@@ -158,17 +158,6 @@ class Engine:
         self.scheduler.start_decode(seq, first_whole_block)
         self._append(seq, first_token)
 
-    def fall_back(self, request_id: str, first_token: int | None = None) -> None:
-        """The KV did not arrive, and nothing writes into its blocks any more: the sequence gives
-        them back and is computed here, first in line. A first token that the peer has emitted
-        already may be given; without, it is sampled again (the same one) and emitted here."""
-        seq = self._get(request_id, SequenceState.AWAITING)
-        if first_token is not None:
-            check_token_ids((first_token,), self._vocab_size, "first_token")
-        self.scheduler.fall_back(seq)
-        if first_token is not None:
-            self._append(seq, first_token)
-
     def release(self, request_id: str) -> None:
         """Ends a HELD sequence; its blocks go to the prefix cache. Unknown ids are ignored."""
         if request_id in self._sequences:
@@ -182,12 +171,6 @@ class Engine:
             self._end(seq)
 
     # -------------------------------------------------------------- questions
-
-    def block_table(self, request_id: str) -> list[int]:
-        return list(self._get(request_id).block_table)
-
-    def is_held(self, request_id: str) -> bool:
-        return request_id in self.scheduler.held
 
     def has_work(self) -> bool:
         """Whether `step` may do something. False if all that is left waits for a caller."""

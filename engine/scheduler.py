@@ -156,14 +156,10 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
-        self._queue_again(seq)
-        self.num_preemptions += 1
-
-    def _queue_again(self, seq: Sequence) -> None:
         self._free(seq)
         seq.state = SequenceState.WAITING
-        seq.wants_remote_kv = False
         self.waiting.appendleft(seq)
+        self.num_preemptions += 1
 
     # --------------------------------------------------------------- admission
 
@@ -272,11 +268,6 @@ class Scheduler:
         seq.wants_remote_kv = False
         seq.num_registered_blocks = max(seq.num_registered_blocks, first_whole_block)
         self.advance(seq, seq.num_uncomputed_tokens)
-
-    def fall_back(self, seq: Sequence) -> None:
-        """AWAITING -> WAITING, first in line: the KV did not come and is computed here."""
-        del self.awaiting[seq.request_id]
-        self._queue_again(seq)
 
     def _free(self, seq: Sequence) -> None:
         if seq.block_table:

@@ -1,9 +1,8 @@
 """One request inside the engine: tokens, counters and where it stands.
 
 add ---------> WAITING --> RUNNING --> FINISHED
-                 ^  ^------'  |
-                 |  preempted `------> HELD --> (released)     prefill_only
-                 | fall_back
+                    ^------'  |
+                    preempted `------> HELD --> (released)     prefill_only
 add_remote --> WAITING --> AWAITING --> RUNNING                KV comes from a peer
 """
 

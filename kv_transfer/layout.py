@@ -59,9 +59,6 @@ class KVShape:
         start = rank * self.num_kv_heads // self.tensor_parallel_size
         return range(start, start + self.heads_per_rank)
 
-    def num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
     def fields(self) -> dict[str, str]:
         """As entries of a compatibility map."""
         return {

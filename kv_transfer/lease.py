@@ -98,7 +98,6 @@ class LeaseTable:
         self._unpin = unpin
         self._leases: dict[str, Lease] = {}
         self._ended: OrderedDict[str, Lease] = OrderedDict()
-        self.num_expired = 0
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -206,7 +205,6 @@ class LeaseTable:
             if lease.state is LeaseState.EXPECTED:
                 self._fail(lease, DeadlineError("the prefill request never came"))
             elif lease.state is LeaseState.COMMITTED and not lease.is_attached:
-                self.num_expired += 1
                 self._fail(lease, HandoverError("the lease ran out before anyone attached"))
 
     def fail_all(self, error: PdserveError) -> None:

@@ -104,7 +104,6 @@ class Receive:
         self.num_ready = 0  # leading blocks that are final at P
         self.num_here = 0  # leading blocks that are here whole
         self.pulling = (0, 0)  # positions, the end excluded
-        self.tail_blocks = 0  # not yet here when the commit record came
         self.commit: Commit | None = None
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
@@ -171,7 +170,6 @@ class Receive:
             self.fail(HandoverError("the commit record is for other tokens"))
         else:
             self.commit = commit
-            self.tail_blocks = self.num_blocks - self.num_here
             self._go_on()
 
     def lost(self, error: Exception) -> None:
@@ -200,8 +198,6 @@ class Receive:
             is_all_held = self.num_held_tokens == self.num_tokens
             whole = self.num_held_tokens // self.remote_block_size
             self.num_here = self.num_blocks if is_all_held else whole
-            if self.commit is not None:
-                self.tail_blocks = self.num_blocks - self.num_here
             self.state = _S.RESERVED
             self._go_on()
 

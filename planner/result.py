@@ -18,26 +18,23 @@ class Slo:
 
 
 class Recorder:
-    """Counts and times. `area` is the time integral of the number of jobs in the system."""
+    """Counts and times."""
 
     def __init__(self) -> None:
         self.num_arrived = self.num_finished = self.num_rejected = 0
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.arrived_tokens = 0  # of all prompts
-        self.area = 0.0
         self.ttft, self.tpot, self.e2e = array("d"), array("d"), array("d")
         self.indices, self.rejected_indices = array("q"), array("q")
         self.wait = array("d")  # from arrival to admission
         self.hand_over = array("d")  # from the first token to the decode batch
         self._gaps: Counter[int] = Counter()  # by the logarithm, in steps of one percent
-        self._changed_at = 0.0
 
     @property
     def num_inside(self) -> int:
         return self.num_arrived - self.num_finished - self.num_rejected
 
     def arrived(self, job: Job, now: float) -> None:
-        self._integrate(now)
         self.num_arrived += 1
         self.arrived_tokens += job.request.num_prompt
 
@@ -46,12 +43,10 @@ class Recorder:
 
     def rejected(self, job: Job, now: float) -> None:
         """No worker could ever hold it."""
-        self._integrate(now)
         self.num_rejected += 1
         self.rejected_indices.append(job.index)
 
     def finished(self, job: Job, now: float) -> None:
-        self._integrate(now)
         self.num_finished += 1
         self.indices.append(job.index)
         self.prompt_tokens += job.request.num_prompt
@@ -77,10 +72,6 @@ class Recorder:
                 return exp(bucket / 100)
         return nan
 
-    def _integrate(self, now: float) -> None:
-        self.area += self.num_inside * (now - self._changed_at)
-        self._changed_at = now
-
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -95,11 +86,6 @@ class Result:
     sizes: dict[str, tuple[tuple[float, int], ...]]
     num_started: dict[str, int]  # after the beginning
     num_switched: dict[str, int]  # that came from the other pool
-
-    @property
-    def throughput(self) -> float:
-        """Requests a second."""
-        return self.recorder.num_finished / self.duration if self.duration else 0.0
 
     @property
     def output_rate(self) -> float:

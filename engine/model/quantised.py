@@ -48,9 +48,6 @@ class Int8Linear:
             out = F.linear(x, self.values.to(x.dtype)).mul_(self.scales)
         return out if self.bias is None else out.add_(self.bias)
 
-    def dequantised(self) -> torch.Tensor:
-        return self.values.to(self.scales.dtype) * self.scales.unsqueeze(1)
-
 
 @dataclass(slots=True)
 class TiledLinear:
@@ -97,9 +94,6 @@ class Int4Linear:
             return out if self.bias is None else out.add_(self.bias)
         weight = self._transposed()
         return x @ weight if self.bias is None else torch.addmm(self.bias, x, weight)
-
-    def dequantised(self) -> torch.Tensor:
-        return self._transposed().t()
 
     def _transposed(self) -> torch.Tensor:
         """The weight in the model's dtype, `[in, out]`."""

@@ -14,7 +14,7 @@ from engine.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.engine import Engine
 from engine.model.load import load_model
 from support import fake_flashinfer
-from support.mock_model import make_request, run_to_end
+from support.mock_model import block_table_of, make_request, run_to_end
 
 BLOCK, NUM_BLOCKS, MAX_SEQS = 4, 60, 11
 
@@ -110,7 +110,7 @@ def test_dummies_write_their_own_block_alone(tiny_model_dir):
     engine.step()  # 3 sequences, padded to 4
     assert capture.replays == [0, 0, 1, 0, 0]  # 11, 8, 4, 2, 1
     changed = (engine.kv_cache != before).flatten(1).any(1).nonzero().flatten().tolist()
-    owned = {engine.block_table(f"r{i}")[1] for i in range(3)}
+    owned = {block_table_of(engine, f"r{i}")[1] for i in range(3)}
     assert set(changed) == owned
 
 

@@ -13,7 +13,7 @@ from engine.engine import Engine
 from engine.model.load import load_model
 from support.byte_tokenizer import EOS, VOCAB_SIZE
 from support.grammars import matcher_of, regex
-from support.mock_model import MockModel, collect, make_request, run_to_end
+from support.mock_model import MockModel, block_table_of, collect, make_request, run_to_end
 from support.tiny_models import make_tiny, random_ids, save_tiny
 
 B = 4
@@ -193,12 +193,12 @@ def test_after_a_hand_over_the_draft_reads_the_prompt_itself(make_engine, budget
     )
     source.add_prefill(request, matchers[0])
     tokens: dict[str, list[int]] = {}
-    while not source.is_held("r"):
+    while "r" not in source.scheduler.held:
         collect(tokens, source.step())
     target.add_remote(request, matchers[1])
     (admitted,) = target.step()
     assert admitted.block_table is not None
-    target.kv_cache[admitted.block_table] = source.kv_cache[source.block_table("r")]
+    target.kv_cache[admitted.block_table] = source.kv_cache[block_table_of(source, "r")]
     source.release("r")
     target.start_decode("r", tokens["r"][0])
     assert tokens["r"] + run_to_end(target)["r"] == expected

@@ -85,7 +85,7 @@ def test_calls_run_on_the_engine_thread_in_order(harness):
 
 
 def test_a_call_that_raises_fails_alone(harness):
-    future = harness.loop.call(lambda engine: engine.block_table("nobody"))
+    future = harness.loop.call(lambda engine: engine.start_decode("nobody", 1))
     with pytest.raises(EngineError, match="nobody"):
         future.result(WAIT)
     with pytest.raises(SystemExit):

@@ -17,7 +17,7 @@ from engine.grammar import GrammarCompiler
 from engine.grammar_process import refuse_unsupported
 from support.byte_tokenizer import EOS, VOCAB_SIZE
 from support.grammars import json_schema, matcher_of, regex, save_byte_tokenizer
-from support.mock_model import MockModel, collect, make_request, run_to_end
+from support.mock_model import MockModel, block_table_of, collect, make_request, run_to_end
 
 AB = regex("a[bc]{3}d?")
 
@@ -103,9 +103,9 @@ def test_the_matcher_survives_preemption(num_blocks):
     assert tokens["x"] == tokens["y"]
 
 
-@pytest.mark.parametrize("falls_back", [False, True])
+@pytest.mark.parametrize("is_preempted", [False, True])
 @pytest.mark.parametrize("resumed", [0, 3])
-def test_the_first_token_of_a_peer_is_accepted_exactly_once(resumed, falls_back):
+def test_the_first_token_of_a_peer_is_accepted_exactly_once(resumed, is_preempted):
     """What P and earlier attempts have emitted is replayed on D, never twice."""
     grammar = regex("[a-z]{9}")
     whole = make_engine()
@@ -119,16 +119,14 @@ def test_the_first_token_of_a_peer_is_accepted_exactly_once(resumed, falls_back)
     )  # fmt: skip
     engine.add_remote(again, matcher_of(grammar))
     engine.step()
-    if falls_back:
-        engine.fall_back("x", expected[resumed])
-        assert run_to_end(engine)["x"] == expected[resumed + 1 :]
-        return
-    table = engine.block_table("x")
+    table = block_table_of(engine, "x")
     tokens = [*range(10, 18), *expected[:resumed]]
     for position, token in enumerate(tokens):
         engine.kv_cache[table[position // 4], 0, 0, 0, position % 4, 0] = token
         engine.kv_cache[table[position // 4], 0, 1, 0, position % 4, 0] = position
     engine.start_decode("x", expected[resumed])
+    if is_preempted:
+        engine.scheduler._preempt(engine.scheduler.running[0])
     assert run_to_end(engine)["x"] == expected[resumed + 1 :]
 
 

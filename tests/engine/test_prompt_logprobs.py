@@ -105,11 +105,12 @@ def test_a_step_scores_a_bounded_number_of_tokens():
     assert max(engine.model.num_rows) <= MAX_SCORED_TOKENS + 3  # type: ignore[attr-defined]
 
 
-def test_a_peer_that_computes_the_prompt_reports_it():
+def test_a_peer_that_computes_the_prompt_reports_it_even_if_it_is_computed_again_here():
     engine = mock_engine()
     engine.add_remote(make_request("x", range(9), prompt_logprobs=1))
     engine.step()
-    engine.fall_back("x", 5)
+    engine.start_decode("x", 5)
+    engine.scheduler._preempt(engine.scheduler.running[0])
     assert run(engine)["x"][0] == []
 
 

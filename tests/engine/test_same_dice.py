@@ -13,7 +13,7 @@ from core.types import GenerationRequest
 from engine.engine import Engine
 from engine.model.decoder import Decoder
 from engine.model.load import load_model
-from support.mock_model import collect, make_request, run_to_end
+from support.mock_model import block_table_of, collect, make_request, run_to_end
 from support.tiny_models import make_tiny, random_ids, save_tiny
 
 B = 4
@@ -68,7 +68,7 @@ def hand_over(source: Engine, target: Engine, request: GenerationRequest) -> lis
     """The first token, once the prompt's KV is on the other side."""
     name, first = request.request_id, {}
     source.add_prefill(request)
-    while not source.is_held(name):
+    while name not in source.scheduler.held:
         collect(first, source.step())
     target.add_remote(request)
     table = None
@@ -78,7 +78,7 @@ def hand_over(source: Engine, target: Engine, request: GenerationRequest) -> lis
             if output.request_id == name and output.block_table is not None:
                 table, num_cached = output.block_table, output.num_cached_tokens
     rows = slice(num_cached // B, None)
-    target.kv_cache[table[rows]] = source.kv_cache[source.block_table(name)[rows]]
+    target.kv_cache[table[rows]] = source.kv_cache[block_table_of(source, name)[rows]]
     source.release(name)
     target.start_decode(name, first[name][0])
     return first

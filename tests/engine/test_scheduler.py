@@ -358,19 +358,6 @@ def test_a_head_that_does_not_fit_does_not_stop_sequences_whose_kv_has_arrived()
     assert bench.steps()[0][0] == "b"
 
 
-def test_fallen_back_sequences_compute_here_first():
-    bench = Bench(16)
-    a = bench.add("a", tokens(0, 9), wants_remote_kv=True)
-    bench.step()
-    later = bench.add("later", tokens(100, 3))
-    bench.scheduler.fall_back(a)
-    assert bench.pool.num_free == 16
-    assert list(bench.scheduler.waiting) == [a, later]
-    plan = bench.step()
-    assert names(plan) == [("a", 9), ("later", 3)]
-    assert plan.admitted == [later]  # a was admitted once already
-
-
 def test_gauge_of_tokens_to_prefill():
     bench = Bench(64, max_num_batched_tokens=8)
     bench.add("a", tokens(0, 12))

@@ -10,7 +10,7 @@ from engine.model.load import load_model
 from kv_transfer.base import Peer
 from kv_transfer.checksum import block_checksums
 from kv_transfer.cuda_stage import CudaStage
-from support.mock_model import make_request, run_to_end
+from support.mock_model import block_table_of, make_request, run_to_end
 from support.tiny_models import make_tiny, random_ids, save_tiny
 from worker.engine_setup import gpu_kv_memory, run_largest_step
 
@@ -98,7 +98,7 @@ def test_a_hand_over_in_one_process_gives_the_tokens_of_one_engine(
     first = [output for output in prefill.step() if output.token_ids]
     decode.add_remote(make_request("r", prompt, max_tokens=12))
     decode.step()
-    theirs, ours = prefill.block_table("r"), decode.block_table("r")
+    theirs, ours = block_table_of(prefill, "r"), block_table_of(decode, "r")
     assert len(theirs) == len(ours) == 4
     decode.kv_cache[ours] = prefill.kv_cache[theirs]
     decode.start_decode("r", first[0].token_ids[0])

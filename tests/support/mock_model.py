@@ -169,3 +169,7 @@ def is_idle(engine: Engine) -> bool:
 def only(outputs: list[SequenceOutput], request_id: str = "r") -> SequenceOutput:
     (output,) = (o for o in outputs if o.request_id == request_id)
     return output
+
+
+def block_table_of(engine: Engine, request_id: str) -> list[int]:
+    return list(engine._get(request_id).block_table)
