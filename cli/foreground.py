@@ -11,11 +11,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
 
+import httpx
+
+from cli.client import key_header
 from cli.log_tail import tail_logs
 from cli.preflight import client_address, split_address
 from cli.state import Deployment, deployment_name, forget, register, wanted_path
 from cli.stop_signals import StopSignals
 from cli.terminal import Reporter
+from cluster.actor_process import node_address
 from cluster.attach import attach
 from cluster.changes import changes_between
 from cluster.controller_actor import ControllerSpec, Facts
@@ -83,13 +87,15 @@ class Foreground:
             try:
                 facts = await self._attach(has_router=bool(router))
                 address = client_address(facts.address)
-                controller = await stack.enter_async_context(ControllerClient(address))
+                controller = await stack.enter_async_context(
+                    ControllerClient(address, self._locate if router else None)
+                )
                 deployment = self._deployment(address, config_path)
                 register(deployment)
                 if router:
                     arguments, log_path = [*router, "--controller", address], "router.log"
                     router_process = RouterProcess(arguments, self._url, self._log_dir / log_path)
-                async with self._told(controller):
+                async with self._told(controller, deployment):
                     await self._serve(controller, router_process)
             finally:
                 signals.stopping()
@@ -113,7 +119,7 @@ class Foreground:
             options = replace(options, placement_timeout_s=_CLUSTER_PLACEMENT_S)
         host, port = self._bind
         spec = ControllerSpec(
-            self._config, options, host, port, self._log_dir,
+            self._config, options, host, port, node_address(), self._log_dir,
             wanted_path(self._config.router.http), cluster_token(), self._model_path,
         )  # fmt: skip
         facts, is_found = await asyncio.to_thread(attach, spec)
@@ -127,6 +133,16 @@ class Foreground:
                 )
             self._config = facts.config.model_copy(update={"router": self._config.router})
         return facts
+
+    async def _locate(self) -> str:
+        """Where the router hears from, or looks for, a controller that is away."""
+        with contextlib.suppress(httpx.HTTPError, ValueError, KeyError):
+            # Its own child on this machine, as RouterProcess asks it.
+            async with httpx.AsyncClient(
+                base_url=self._url, timeout=2.0, trust_env=False, verify=False, headers=key_header()
+            ) as client:
+                return client_address((await client.get("/cluster")).json()["controller"])
+        return ""
 
     async def _serve(self, controller: ControllerClient, router: RouterProcess | None) -> None:
         starting = asyncio.create_task(self._start(controller, router))
@@ -221,9 +237,11 @@ class Foreground:
     # ------------------------------------------------------------ the story
 
     @contextlib.asynccontextmanager
-    async def _told(self, controller: ControllerClient) -> AsyncIterator[None]:
+    async def _told(
+        self, controller: ControllerClient, deployment: Deployment
+    ) -> AsyncIterator[None]:
         """Tells of the workers: their loading at first, their deaths and returns later."""
-        telling = [asyncio.create_task(self._tell(controller), name="tell")]
+        telling = [asyncio.create_task(self._tell(controller, deployment), name="tell")]
         if self._verbose:
             shown = frozenset({"up.log"})  # by logging itself
             tail = tail_logs(self._log_dir, lambda line: print(line, file=sys.stderr), shown)
@@ -235,7 +253,7 @@ class Foreground:
                 task.cancel()
             await asyncio.gather(*telling, return_exceptions=True)
 
-    async def _tell(self, controller: ControllerClient) -> None:
+    async def _tell(self, controller: ControllerClient, deployment: Deployment) -> None:
         states: dict[str, int] = {}
         is_away = False
         async for view in controller.views():
@@ -246,6 +264,10 @@ class Foreground:
             if is_away:
                 is_away = False
                 self._reporter.done("the controller is back")
+                if controller.address != deployment.controller:
+                    deployment = replace(deployment, controller=controller.address)
+                    register(deployment)
+                    self._reporter.done(f"it is at {controller.address} now")
             if view.is_ending:
                 self._stop_asked.set()
             present = {worker.id for worker in view.workers}

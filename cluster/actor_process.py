@@ -48,3 +48,11 @@ def keep_old_logs(folder: Path) -> None:
     for path in folder.glob("*.log"):
         if path.name != "up.log":
             path.replace(path.with_suffix(".log.old"))
+
+
+def node_address() -> str:
+    """Of this process's node, where others reach it."""
+    import ray
+
+    address: str = ray.util.get_node_ip_address()
+    return address

@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 
+from cluster.addresses import reached_at
 from cluster.autoscaling import Autoscaling
 from cluster.lives import Life, end_lives, find_lives
 from cluster.load_watch import LoadWatch
@@ -20,7 +21,7 @@ from cluster.operations import Operations, resized
 from cluster.service import ClusterService
 from cluster.sizing import bundle_for, check_room, local_bundle, share_of
 from cluster.view import ViewPublisher
-from cluster.wanted import Wanted, WantedFile
+from cluster.wanted import Notice, Wanted, WantedFile, next_version
 from cluster.worker_slot import SlotOptions, WorkerSlot
 from core.config import Config
 from core.errors import ConfigError, PdserveError, RequestError, UnavailableError
@@ -49,10 +50,12 @@ class Controller:
         model_path: Path | None = None,
         wanted_file: WantedFile | None = None,
         controller_id: str = "",
+        node: str = "127.0.0.1",
     ) -> None:
         """`model_path`: of the weights, to know whether more workers fit on this machine.
-        `wanted_file`: where the wanted state is kept. If one with the same id has left something
-        there, this is the same controller come back: it goes by that, and not by `config`."""
+        `wanted_file`: where the wanted state is kept, beside the workers. If one with the same id
+        has left something there, this is the same controller come back: it goes by the newest of
+        it, and not by `config`. `node`: the address of this machine."""
         self.publisher = ViewPublisher()
         self.shutdown_requested = asyncio.Event()
         self.stopped = asyncio.Event()
@@ -61,6 +64,9 @@ class Controller:
         self._id = controller_id or uuid.uuid4().hex
         self._left = wanted_file.load(self._id) if wanted_file is not None else None
         self._config = self._left.config if self._left is not None else config
+        self._node = node
+        self._version = 0
+        self._notice = Notice()
         self.operations = Operations(self, options.drain_grace_s, options.settle_s)
         self._options = options
         self._model_path = model_path
@@ -90,11 +96,12 @@ class Controller:
         """Finds the workers that a controller before it has left, binds the service, on a free
         port if it is 0, and begins to start all others at once. Raises UnavailableError if it
         cannot be bound; then nothing has been changed, and it may be tried again. One that comes
-        back binds where it was before."""
-        if self._left is not None:
+        back on the same node binds where it was before."""
+        lives = await find_lives(self._options.deployment)
+        self._recall(lives)
+        if self._left is not None and self._left.node == self._node:
             host, _, left_port = self._left.address.rpartition(":")
             port = int(left_port)
-        lives = await find_lives(self._options.deployment)
         if lives:  # a token of our own would keep us out
             set_cluster_token(lives[0].settings.cluster_token)
         server = make_server()
@@ -104,6 +111,7 @@ class Controller:
         except RuntimeError as error:
             raise UnavailableError(f"the controller cannot bind {host}:{port}") from error
         self._server = server
+        self._notice.address = reached_at(self.address, self._node)
         self.config = resized(self.config, _first_sizes(self.config))
         for life in lives:
             self._take_over(life)
@@ -159,16 +167,31 @@ class Controller:
             await self._server.stop(_LAST_WORDS_S)
             self._server = None
 
+    def _recall(self, lives: list[Life]) -> None:
+        """What this controller has left with its workers, if that is newer than its file, or if
+        the file is on another node."""
+        for life in lives:
+            left = Wanted.from_json(life.wanted, self._id)
+            if left is not None and (self._left is None or left.version > self._left.version):
+                self._left, self._config = left, left.config
+        if self._left is not None:
+            self._version = self._left.version
+
     def _keep(self, config: Config, is_ending: bool = False) -> None:
+        self._version = next_version(self._version)
+        wanted = Wanted(self._id, config, self.address, self._node, is_ending, self._version)
         if self._file is not None:
-            self._file.save(Wanted(self._id, config, self.address, is_ending))
+            self._file.save(wanted)
+        self._notice.wanted = wanted.to_json()
+        for slot in self._slots.values():
+            slot.tell()
 
     def _take_over(self, life: Life) -> None:
         """A worker that was found. One that was drained, or whose pool is not used any more, goes
         when what runs there has ended."""
         settings, pool = life.settings, life.settings.role.value
         bundle = self._bundle(pool, settings.config)
-        slot = WorkerSlot(settings, bundle, self.publisher, self._options, life=life)
+        slot = WorkerSlot(settings, bundle, self.publisher, self._options, self._notice, life=life)
         if life.is_draining or pool not in self.config.active_pools:
             logger.info("found %s, which goes", slot.id)
             self._leaving[slot.id] = slot
@@ -248,7 +271,12 @@ class Controller:
             cluster_token=cluster_token(),
         )
         slot = WorkerSlot(
-            settings, self._bundle(pool, config), self.publisher, self._options, is_trial
+            settings,
+            self._bundle(pool, config),
+            self.publisher,
+            self._options,
+            self._notice,
+            is_trial,
         )
         self._slots[slot.id] = slot
         return slot

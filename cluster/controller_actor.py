@@ -1,6 +1,7 @@
 """The controller in a process of its own: a named, detached Ray actor, which Ray starts again when
 it dies; one that hangs is killed for it (watchdog.py). Workers and routers do not notice: it comes
-back at the same address and finds them."""
+back at the same address and finds them. When its node is lost it may come back on another one, if
+it was not on the head's: routers then hear from the workers where it is."""
 
 import asyncio
 import logging
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import ray
 
-from cluster.actor_process import end_with_raylet, keep_old_logs, log_to
+from cluster.actor_process import end_with_raylet, keep_old_logs, log_to, node_address
+from cluster.addresses import host_on
 from cluster.controller import Controller
 from cluster.wanted import WantedFile
 from cluster.watchdog import PATIENCE_S, Watchdog
@@ -37,6 +39,7 @@ class ControllerSpec:
     options: SlotOptions
     host: str
     port: int  # 0: any free one
+    node: str  # the address of the node that `host` is of
     log_dir: Path
     wanted_path: Path  # of the file with the wanted state, on the controller's node
     cluster_token: str = field(repr=False)
@@ -49,9 +52,10 @@ class ControllerSpec:
 class Facts:
     """What its `pdserve up` has to know of a controller."""
 
-    address: str
+    address: str  # that it is bound to
     config: Config  # the wanted state
     cluster_token: str = field(repr=False)
+    node: str = ""  # the address of the node that it is on
     is_ending: bool = False
     error: str = ""  # why it could not start; it is of no use then
 
@@ -65,10 +69,13 @@ class ControllerActor:
         end_with_raylet()
         set_cluster_token(spec.cluster_token)
         self._spec = spec
+        self._node = node_address()
         self._error = ""
         file = WantedFile(spec.wanted_path)
-        self._controller = Controller(spec.config, spec.options, spec.model_path, file, spec.id)
-        if not self._controller.has_come_back:
+        self._controller = Controller(
+            spec.config, spec.options, spec.model_path, file, spec.id, self._node
+        )
+        if not self._controller.has_come_back and self._node == spec.node:
             keep_old_logs(spec.log_dir)
         log_to(spec.log_dir / "controller.log")
         use_format(spec.config.log_format)
@@ -92,14 +99,16 @@ class ControllerActor:
             controller.address,
             controller.config,
             cluster_token(),
+            self._node,
             controller.shutdown_requested.is_set(),
         )
 
     async def _start(self, spec: ControllerSpec) -> None:
         deadline = asyncio.get_running_loop().time() + _BIND_AGAIN_S
+        host = spec.host if self._node == spec.node else host_on(self._node, spec.host)
         while True:
             try:
-                await self._controller.start(spec.host, spec.port)
+                await self._controller.start(host, spec.port)
                 return
             except UnavailableError as error:
                 is_late = asyncio.get_running_loop().time() > deadline

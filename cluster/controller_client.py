@@ -4,7 +4,7 @@ needs Ray for it. While it is away it is waited for."""
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 
@@ -18,11 +18,16 @@ _SILENCE_S = 15.0  # it says something every 5 s
 
 
 class ControllerClient:
-    """Owns a channel while it is entered."""
+    """Owns a channel while it is entered. `locate`: asked while it is away where it may be now;
+    "" is no answer."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, locate: Callable[[], Awaitable[str]] | None = None) -> None:
         self.address = address
-        self._channel = make_channel(address)
+        self._locate = locate
+        self._open()
+
+    def _open(self) -> None:
+        self._channel = make_channel(self.address)
         self._stub = cluster_pb2_grpc.ClusterServiceStub(self._channel)
 
     async def __aenter__(self) -> "ControllerClient":
@@ -48,6 +53,14 @@ class ControllerClient:
                 is_there = False
                 yield None
             await asyncio.sleep(_AGAIN_S)
+            await self._look_elsewhere()
+
+    async def _look_elsewhere(self) -> None:
+        address = await self._locate() if self._locate is not None else ""
+        if address and address != self.address:
+            await self._channel.close()
+            self.address = address
+            self._open()
 
     async def wait_ready(self) -> None:
         """Returns when every worker has been ready once. Raises UnavailableError as soon as one

@@ -38,6 +38,7 @@ class Life:
     settings: WorkerSettings  # of rank 0, with the role that it has now
     info: bytes  # a serialized WorkerInfo; b"" while it starts
     is_draining: bool
+    wanted: str  # the wanted state, as the last controller left it there
 
 
 @dataclass(slots=True)
@@ -113,7 +114,7 @@ async def _whole(remains: _Remains) -> Life | None:
         role = codec.role_from_pb(worker_pb.WorkerInfo.FromString(info).role)
         settings = replace(settings, role=role)
     actors = [remains.actors[rank] for rank in sorted(remains.actors)]
-    return Life(actors, remains.group, settings, info, told[0].is_draining)
+    return Life(actors, remains.group, settings, info, told[0].is_draining, told[0].wanted)
 
 
 async def _described(actor: Any) -> Description | None:

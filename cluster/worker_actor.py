@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.actor_process import end_with_raylet, log_to
+from cluster.actor_process import end_with_raylet, log_to, node_address
 from core.errors import ConfigError, ModelError, PdserveError
 from core.logs import use_format
 from core.types import Role
@@ -48,6 +48,7 @@ class Description:
     settings: WorkerSettings | None  # of the start; None if it has not begun
     info: bytes  # a serialized WorkerInfo, as it is now; b"" before it is ready
     is_draining: bool
+    wanted: str  # the wanted state, as the last controller left it here; "" if none did
 
 
 class WorkerActor:
@@ -63,20 +64,28 @@ class WorkerActor:
         self._settings: WorkerSettings | None = None
         self._starting: asyncio.Task[StartOutcome] | None = None
         self._is_draining = False
+        self._controller = self._wanted = ""
         end_with_raylet()
         if log_path is not None:
             log_to(Path(log_path))
 
     async def describe(self) -> Description:
         """What this is, for a controller that has not started it."""
-        return Description(self._settings, self._info(), self._is_draining)
+        return Description(self._settings, self._info(), self._is_draining, self._wanted)
+
+    async def remember(self, controller: str, wanted: str) -> None:
+        """Where the controller is, for routers that lose it, and what it wants, for its next life
+        if that is on another node."""
+        self._controller, self._wanted = controller, wanted
+        if self._worker is not None:
+            self._worker.runtime.controller = controller
 
     async def open_rendezvous(self, host: str) -> str:
         """Of rank 0 of several: the address where they will meet, on a free port. `host` is as in
         the settings of `start`, which comes next; "" if it has come already."""
         if self._starting is not None:
             return ""
-        self._rendezvous = socket.create_server((host or _node_address(), 0))
+        self._rendezvous = socket.create_server((host or node_address(), 0))
         address = self._rendezvous.getsockname()
         return f"{address[0]}:{address[1]}"
 
@@ -101,12 +110,13 @@ class WorkerActor:
             use_internal_tls(settings.config)
             self._progress = "importing"
             if not settings.host:
-                settings = replace(settings, host=_node_address())
+                settings = replace(settings, host=node_address())
             if self._rendezvous is not None:
                 settings = replace(settings, rendezvous_fd=self._rendezvous.detach())
             module, _, name = self._worker_class.partition(":")
             worker = getattr(importlib.import_module(module), name)(settings)
             await worker.start(self._report)
+            worker.runtime.controller = self._controller
             self._worker = worker
             return StartOutcome()
         except (ConfigError, ModelError) as error:
@@ -164,10 +174,3 @@ class WorkerActor:
     def _report(self, what: str) -> None:
         self._progress = what
         logger.info("%s", what)
-
-
-def _node_address() -> str:
-    import ray
-
-    address: str = ray.util.get_node_ip_address()
-    return address

@@ -22,6 +22,7 @@ from cluster.backoff import Backoff
 from cluster.lives import NAMESPACE, Life, new_life_name
 from cluster.placement import PlacementError, actor_options, held, reserved
 from cluster.view import ViewPublisher
+from cluster.wanted import Notice
 from cluster.worker_actor import (
     DUAL_CLASS,
     FOLLOWER_CLASS,
@@ -79,12 +80,15 @@ class WorkerSlot:
         bundle: dict[str, float],
         publisher: ViewPublisher,
         options: SlotOptions,
+        notice: Notice,
         is_trial: bool = False,
         life: Life | None = None,
     ) -> None:
-        """`is_trial`: the first death before it was ready is the answer; nobody waits for more.
+        """`notice`: what the worker is told to remember; whoever changes it calls `tell`.
+        `is_trial`: the first death before it was ready is the answer; nobody waits for more.
         `life`: one that was found, to begin with."""
         self.settings = settings
+        self._notice = notice
         self._is_trial = is_trial
         self.first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.first_ready.add_done_callback(lambda f: f.cancelled() or f.exception())
@@ -132,6 +136,13 @@ class WorkerSlot:
         with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
             return int(await _call(self._actors[0].num_requests.remote(), _CALL_TIMEOUT_S))
         return 0
+
+    def tell(self) -> None:
+        """Has the worker remember the notice as it is now; nobody waits for it. One that is not
+        ready yet is told when it is."""
+        if self._actors and self.is_ready:
+            with contextlib.suppress(ray.exceptions.RayError):
+                self._actors[0].remember.remote(self._notice.address, self._notice.wanted)
 
     def can_become(self, pool: str) -> bool:
         """Now, and without a new process."""
@@ -283,6 +294,7 @@ class WorkerSlot:
         self._know(worker_pb.WorkerInfo.FromString(outcome.info))
         self._ready_at = time.monotonic()
         self._publish(WorkerState.READY)
+        self.tell()
         if not self.first_ready.done():
             self.first_ready.set_result(None)
         self._is_trial = False

@@ -29,6 +29,7 @@ def cluster_view(registry: Registry, mode: str, model: str) -> dict[str, Any]:
         "mode": mode,
         "model": model,
         "ready": registry.can_serve(),
+        "controller": registry.controller,
         "workers": [_worker(registry, entry) for entry in entries],
     }
 

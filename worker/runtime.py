@@ -81,6 +81,7 @@ class WorkerRuntime:
         self.transfers_ok = 0
         self.transfers_failed = 0
         self.aborts = 0
+        self.controller = ""  # where it is, as it said last; for routers that have lost it
         self.compatibility: dict[str, str] = {}
         self.server = make_server()
         self.followers = Followers(settings.worker_id, self._on_crash)
@@ -345,6 +346,7 @@ class WorkerRuntime:
             transport=self.transport_in_use,
             aborts_total=self.aborts,
             requests_total=self.outputs.num_opened,
+            controller=self.controller,
             rdma_fallbacks_total=self.carriers.num_fallbacks,
             seconds_since_progress=self.engine_loop.seconds_since_progress(),
             prefill_tokens_per_second=stats.prefill_tokens_per_second,

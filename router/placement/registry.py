@@ -37,7 +37,9 @@ class Registry:
         # Called whenever a worker may have room for another request.
         self.on_room: Callable[[], None] = lambda: None
         self._retired: set[Worker] = set()
-        self._controller = controller
+        self.controller = controller  # where it is, as far as is known
+        self._first_controller = controller
+        self._failures = 0  # to hear of it, in a row
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._follower: asyncio.Task[None] | None = None
@@ -159,8 +161,21 @@ class Registry:
 
     async def _follow(self) -> None:
         router_id = uuid.uuid4().hex
-        failures = 0
-        async with make_channel(self._controller) as channel:
+        while True:
+            await self._follow_one(router_id)
+
+    def _next_controller(self) -> str:
+        """Another place in turn: where it was at first, or where workers say that it is."""
+        statuses = [worker.status for worker in self.workers.values()]
+        told = {status.controller for status in statuses if status is not None}
+        places = sorted({self._first_controller, *told} - {""})
+        later = [place for place in places if place > self.controller]
+        return (later or places)[0]
+
+    async def _follow_one(self, router_id: str) -> None:
+        """Applies the views of the controller at its present address, until it is lost and may be
+        at another one."""
+        async with make_channel(self.controller) as channel:
             stub = cluster_pb2_grpc.ClusterServiceStub(channel)
             while True:
                 views = stub.Watch(cluster_pb2.WatchRequest(router_id=router_id))
@@ -169,7 +184,9 @@ class Registry:
                         view = await asyncio.wait_for(views.read(), _VIEW_SILENCE_S)
                         if view is grpc.aio.EOF:
                             break
-                        failures = 0
+                        if self._failures:
+                            logger.info("the controller is at %s", self.controller)
+                        self._failures = 0
                         self.apply(view)
                     reason = "it ended the stream"
                 except grpc.aio.AioRpcError as error:
@@ -178,7 +195,10 @@ class Registry:
                     reason = "no word from it"
                 finally:
                     views.cancel()
-                if failures == 0:
+                if self._failures == 0:
                     logger.warning("the controller is lost (%s); the last view stands", reason)
-                await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
-                failures += 1
+                await asyncio.sleep(_BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)])
+                self._failures += 1
+                if (place := self._next_controller()) != self.controller:
+                    self.controller = place
+                    return

@@ -24,6 +24,8 @@ class FakeWorker:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
+        self.runtime = self  # of which the actor wants `controller` alone
+        self.controller = ""
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     async def start(self, progress: Callable[[str], None]) -> None:

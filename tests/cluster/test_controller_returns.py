@@ -14,6 +14,7 @@ from control import PATIENCE_S, is_ready
 from ray.util import list_named_actors, placement_group_table
 from test_operations import DRAINING, config_text, said
 
+from cluster.actor_process import node_address
 from cluster.attach import attach, end_deployment
 from cluster.controller import Controller
 from cluster.controller_actor import ControllerSpec
@@ -89,6 +90,7 @@ def spec_for(folder: Path, **options: object) -> ControllerSpec:
         ),
         host="127.0.0.1",
         port=0,
+        node=node_address(),
         log_dir=folder,
         wanted_path=folder / "wanted.json",
         cluster_token="",
@@ -251,7 +253,7 @@ async def test_a_port_that_is_taken_is_one_clear_error(ray_running, tmp_path):
 async def test_one_that_died_as_it_was_ending_starts_nothing_again(ray_running, tmp_path):
     spec = spec_for(tmp_path)
     file = WantedFile(spec.wanted_path)
-    file.save(Wanted("it", spec.config, "127.0.0.1:0", is_ending=True))
+    file.save(Wanted("it", spec.config, "127.0.0.1:0", "127.0.0.1", is_ending=True))
     controller = Controller(spec.config, spec.options, wanted_file=file, controller_id="it")
     try:
         await controller.start()
@@ -266,7 +268,7 @@ def test_the_wanted_state_is_whole_and_of_one_controller(tmp_path):
     file = WantedFile(tmp_path / "below" / "wanted.json")
     assert file.load("a") is None
     text = "model: m\nmode: colocated\npools: {colocated: {replicas: 3, resources: {GPU: 1}}}"
-    wanted = Wanted("a", parse_config(text), "127.0.0.1:1234")
+    wanted = Wanted("a", parse_config(text), "127.0.0.1:1234", "127.0.0.1", version=3)
     file.save(wanted)
     assert file.load("a") == wanted
     assert file.load("b") is None

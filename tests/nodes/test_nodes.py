@@ -7,6 +7,7 @@ added, the head lost and found again, all under streams that must not notice.
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -28,6 +29,14 @@ from support.sse import is_done, stream_body
 pytestmark = pytest.mark.slow
 
 HEAD_AWAY_S = 75  # Ray's own patience is 60
+CONTROL = "127.0.0.2"
+# `pdserve` as on the machine of that address: Ray has it connect to the node there.
+ON_CONTROL = f"""
+from cluster import ray_session
+ray_session._INIT_OPTIONS["_node_ip_address"] = "{CONTROL}"
+from cli.main import main
+main()
+"""
 PATIENCE_S = 120.0  # a bound for a busy machine, not a measure
 PROMPTS = [f"Stream {number} says: {'la ' * (10 * number + 3)}" for number in range(4)]
 
@@ -47,8 +56,9 @@ def nodes(folder: Path) -> Iterator[Nodes]:
 
 @pytest.fixture(scope="module")
 def by_name(nodes: Nodes) -> dict[str, Any]:
-    """2 nodes for prefill, 2 for decode."""
-    return {f"{pool}-{n}": nodes.add(pool) for pool in ("prefill", "decode") for n in range(2)}
+    """2 nodes for prefill, 2 for decode, and one for the controller, which is not the head."""
+    pools = {f"{pool}-{n}": nodes.add(pool) for pool in ("prefill", "decode") for n in range(2)}
+    return {**pools, "control": nodes.add_control(CONTROL)}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +84,9 @@ def live(nodes: Nodes, by_name: dict[str, Any], folder: Path) -> Iterator[Live]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(folder / "run"))
         patch.setenv("XDG_STATE_HOME", str(folder / "state"))
-        with deployment(str(path), folder / "up.log", timeout_s=PATIENCE_S) as live:
+        command = [sys.executable, "-c", ON_CONTROL]
+        log = folder / "up.log"
+        with deployment(str(path), log, timeout_s=PATIENCE_S, command=command) as live:
             yield live
 
 
@@ -171,6 +183,7 @@ def test_each_pool_is_where_its_selector_says(live: Live, by_name: dict[str, Any
         node.all_processes["raylet"][0].process.pid: name.partition("-")[0]
         for name, node in by_name.items()
     }
+    raylets.pop(by_name["control"].all_processes["raylet"][0].process.pid)
     hosts = []
     for worker in live.workers():
         process = psutil.Process(worker["pid"])
@@ -223,6 +236,29 @@ def test_a_rolling_update_under_load(live: Live, undisturbed: list[str]) -> None
         running.wait_for_more()
     assert "no room for one more" in said
     assert not set(before.values()) & set(ready(live).values())
+    live.wait_idle()
+
+
+def test_losing_the_controllers_node_under_load(
+    live: Live, nodes: Nodes, by_name: dict[str, Any], undisturbed: list[str], folder: Path
+) -> None:
+    """V59: with its disk. The controller comes back on another node, at another address, to the
+    same workers and to what was wanted of them; router and commands find it there."""
+    wait_for_pools(live)
+    pdserve("scale", "decode=1")
+    before, address = ready(live), live.view()["controller"]
+    with load(live, undisturbed) as running:
+        nodes.kill(by_name.pop("control"))
+        (wanted,) = (folder / "state").glob("pdserve/wanted/*.json")
+        wanted.unlink()
+        wait_until(lambda: "it is at " in live.log.read_text(), PATIENCE_S, "the controller")
+        running.wait_for_more()
+        assert live.view()["controller"] != address
+        assert ready(live) == before
+        assert "is ready" in pdserve("scale", "decode=2")
+        wait_for_pools(live)
+        running.wait_for_more()
+    assert before.items() <= ready(live).items()
     live.wait_idle()
 
 

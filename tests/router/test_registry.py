@@ -195,6 +195,20 @@ async def test_the_controller_comes_back_with_changes(router):
     assert (await router.complete("hello", max_tokens=4))["choices"][0]["text"] == TEXT
 
 
+async def test_a_controller_that_comes_back_elsewhere_is_found_by_the_workers_word(router_2p2d):
+    """One worker still says what was so before; that is tried too, and then the next again."""
+    router, registry = router_2p2d, router_2p2d.server.registry
+    router.worker("prefill-0").report(controller=router.cluster.controller)
+    router.worker("prefill-1").report(controller="127.0.0.1:1")
+    await router.cluster.move_controller()
+    await router.cluster.add("decode-2", Role.DECODE)
+    router.worker("decode-1").report(controller=router.cluster.controller)
+    await eventually(lambda: "decode-2" in registry.workers)
+    assert (await router.complete("hello", max_tokens=4))["choices"][0]["text"] == TEXT
+    view = (await router.http.get("/cluster")).json()
+    assert view["controller"] == router.cluster.controller
+
+
 async def test_a_stalled_engine_gets_nothing_new(router_2p2d):
     """V45."""
     stalled = router_2p2d.worker("prefill-0")

@@ -31,6 +31,12 @@ class FakeCluster:
         await self.stop_controller()
         await asyncio.gather(*(worker.close() for worker in self.everyone))
 
+    async def move_controller(self) -> None:
+        """It is lost, and comes back at another address."""
+        await self.stop_controller()
+        self._server = make_server()
+        await self.start()
+
     async def stop_controller(self) -> None:
         await self._server.stop(None)
 

@@ -86,11 +86,16 @@ class Live:
 
 @contextmanager
 def deployment(
-    config: str, log: Path, settings: Sequence[str] = (), timeout_s: float = 120.0
+    config: str,
+    log: Path,
+    settings: Sequence[str] = (),
+    timeout_s: float = 120.0,
+    command: Sequence[str] = (str(PDSERVE),),
 ) -> Iterator[Live]:
-    """Runs `pdserve up configs/<config>` until the block ends, then Ctrl-C."""
+    """Runs `pdserve up configs/<config>` until the block ends, then Ctrl-C. `command`: instead of
+    pdserve."""
     http, grpc = free_port(), free_port()
-    command = [str(PDSERVE), "up", str(ROOT / "configs" / config)]
+    command = [*command, "up", str(ROOT / "configs" / config)]
     for setting in (
         f"router.http=127.0.0.1:{http}",
         f"router.grpc=127.0.0.1:{grpc}",

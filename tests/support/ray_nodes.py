@@ -42,6 +42,10 @@ class Nodes:
             return self._cluster.add_node(num_cpus=1, labels={"pool": pool})
         return self._cluster.add_node(num_cpus=1, resources={pool: 1})
 
+    def add_control(self, address: str) -> Any:
+        """A node at an address of its own, with no place for workers."""
+        return self._cluster.add_node(num_cpus=0, node_ip_address=address)
+
     def kill(self, node: Any) -> None:
         """As a machine that loses power: all of its processes at once."""
         raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
