@@ -109,7 +109,7 @@ bench-router: $(VENV)/.installed ## Measure what the router adds, and how many s
 bench-planner: $(VENV)/.installed ## Hold pdserve plan against published results (DATA=folder)
 	@test -n "$(DATA)" || { echo "pdserve: error: say where the traces are: make bench-planner" \
 		"DATA=folder; docs/planning.md names the files" >&2; exit 1; }
-	$(BIN)/python -m planner.published $(DATA)
+	$(BIN)/python -m benchmarks.planner_published $(DATA)
 
 bench-planner-live: $(VENV)/.installed ## Hold pdserve plan against a live deployment; minutes
 	$(BIN)/python -m benchmarks.planner_live $(ARGS)

@@ -1,7 +1,6 @@
 """One YAML file describes a deployment. Errors name the key, the line and what was expected."""
 
 import re
-import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,6 +8,13 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from core.config_source import (
+    KeyedError,
+    apply_override,
+    first_problem,
+    refuse_duplicates,
+    where_set,
+)
 from core.errors import ConfigError
 from core.logs import LogFormat
 
@@ -28,14 +34,6 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class _KeyedError(ValueError):
-    """What a validator of a whole section found at a key below it."""
-
-    def __init__(self, location: tuple[str, ...], message: str) -> None:
-        super().__init__(message)
-        self.location = location
-
-
 class SpeculativeConfig(_Section):
     """Guesses checked in one step of decode workers; the output does not change."""
 
@@ -50,14 +48,14 @@ class SpeculativeConfig(_Section):
     @model_validator(mode="after")
     def _fits_its_method(self) -> "SpeculativeConfig":
         if self.method == "draft_model" and self.model is None:
-            raise _KeyedError(
+            raise KeyedError(
                 ("model",), "missing, draft_model needs a model that guesses, for example a "
                 "smaller one of the same family",
             )  # fmt: skip
         if self.method == "ngram" and self.model is not None:
-            raise _KeyedError(("model",), "unknown key of method ngram, which needs no model")
+            raise KeyedError(("model",), "unknown key of method ngram, which needs no model")
         if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise _KeyedError(
+            raise KeyedError(
                 ("prompt_lookup_min",),
                 f"expected at most prompt_lookup_max ({self.prompt_lookup_max})",
             )
@@ -118,7 +116,7 @@ class AutoscaleConfig(_Section):
     @model_validator(mode="after")
     def _bounds_fit(self) -> "AutoscaleConfig":
         if self.min > self.max:
-            raise _KeyedError(("min",), f"expected at most max ({self.max})")
+            raise KeyedError(("min",), f"expected at most max ({self.max})")
         return self
 
     def bounded(self, replicas: int) -> int:
@@ -160,9 +158,9 @@ class KVTransferConfig(_Section):
     @model_validator(mode="after")
     def _can_compress(self) -> "KVTransferConfig":
         if self.compression != "none" and self.transport == "nixl":
-            raise _KeyedError(("compression",), "expected none with transport: nixl")
+            raise KeyedError(("compression",), "expected none with transport: nixl")
         if self.compression == "int8" and self.checksum:
-            raise _KeyedError(
+            raise KeyedError(
                 ("compression",),
                 "expected checksum: false with int8: what arrives is not what was summed up",
             )
@@ -230,7 +228,7 @@ class RouterConfig(_Section):
     @model_validator(mode="after")
     def _has_two_ports(self) -> "RouterConfig":
         if self.http == self.grpc and not self.http.endswith(":0"):
-            raise _KeyedError(("grpc",), f"expected another port than router.http ({self.http})")
+            raise KeyedError(("grpc",), f"expected another port than router.http ({self.http})")
         return self
 
 
@@ -258,12 +256,12 @@ class Config(_Section):
         for name in ("prefill", "decode", "colocated"):
             self.engine_for(name)
             if self.pools.named(name).label_selector and self.ray.address is None:
-                raise _KeyedError(
+                raise KeyedError(
                     ("pools", name, "label_selector"),
                     "expected ray.address with it: a Ray of its own has one node, without labels",
                 )
             if self.draft_model_of(name) and self.pools.named(name).tensor_parallel_size > 1:
-                raise _KeyedError(
+                raise KeyedError(
                     ("pools", name, "tensor_parallel_size"),
                     "expected 1 with speculative.method draft_model: the draft model has no ranks",
                 )
@@ -272,14 +270,14 @@ class Config(_Section):
                 values = {name: getattr(self.engine_for(name), key) for name in _PAIR}
                 if len(set(values.values())) > 1:
                     name = next(n for n in _PAIR if key in getattr(self.pools, n).engine)
-                    raise _KeyedError(
+                    raise KeyedError(
                         ("pools", name, "engine", key),
                         f"expected the same in the prefill and decode pools, got {values}",
                     )
             small, large = sorted(self.engine_for(name).block_size for name in _PAIR)
             if large % small:
                 name = next(n for n in _PAIR if "block_size" in getattr(self.pools, n).engine)
-                raise _KeyedError(
+                raise KeyedError(
                     ("pools", name, "engine", "block_size"),
                     "expected the prefill and decode pools' block sizes to divide one another, "
                     f"got {small} and {large}",
@@ -293,11 +291,11 @@ class Config(_Section):
         changes: there both pools must agree."""
         roles, other = self.roles_of(name), "decode" if name == "prefill" else "prefill"
         if name == "colocated" and self.pools.colocated.roles is not None:
-            raise _KeyedError(
+            raise KeyedError(
                 ("pools", name, "roles"), "unknown key of this pool: its workers do both already"
             )
         if name not in roles or len(set(roles)) < len(roles):
-            raise _KeyedError(
+            raise KeyedError(
                 ("pools", name, "roles"),
                 f"expected [{name}, {other}] or [{name}], got [{', '.join(roles)}]",
             )
@@ -306,7 +304,7 @@ class Config(_Section):
         for key in ("tensor_parallel_size", "resources", "label_selector", "runtime_env"):
             ours, theirs = (getattr(self.pools.named(pool), key) for pool in (name, other))
             if ours != theirs:
-                raise _KeyedError(
+                raise KeyedError(
                     ("pools", name, key),
                     f"expected the same as in pools.{other} ({theirs}) with roles, got {ours}",
                 )
@@ -314,13 +312,13 @@ class Config(_Section):
         for key in ours:
             if ours[key] != theirs[key] and key not in _OF_A_ROLE:
                 where = name if key in self.pools.named(name).engine else other
-                raise _KeyedError(
+                raise KeyedError(
                     ("pools", where, "engine", key),
                     f"expected the same in both pools with roles, which may differ in "
                     f"{' and '.join(_OF_A_ROLE)}; got {ours[key]} ({name}) and {theirs[key]}",
                 )
         if self.draft_model_of("decode") is not None:
-            raise _KeyedError(
+            raise KeyedError(
                 ("pools", name, "roles"),
                 "expected one role with speculative.method draft_model: prefill workers have no "
                 "draft model",
@@ -336,8 +334,8 @@ class Config(_Section):
         try:
             return EngineConfig.model_validate(values)
         except ValidationError as error:
-            location, message = _first(error, values)
-            raise _KeyedError(("pools", pool, "engine", *location), message) from error
+            location, message = first_problem(error, values)
+            raise KeyedError(("pools", pool, "engine", *location), message) from error
 
     def draft_model_of(self, pool: str) -> str | None:
         """Which model guesses on the workers of a pool, if one does."""
@@ -367,7 +365,7 @@ def parse_config(text: str, overrides: Sequence[str] = (), source: str = "config
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         data = yaml.safe_load(text)
-        _refuse_duplicates(root, source)
+        refuse_duplicates(root, source)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}:{mark.line + 1}" if mark else source
@@ -378,105 +376,10 @@ def parse_config(text: str, overrides: Sequence[str] = (), source: str = "config
     if not isinstance(data, dict):
         raise ConfigError(f"{source}: expected a mapping at the top, like `model: smollm2-135m`")
     for override in overrides:
-        _apply(data, override)
+        apply_override(data, override)
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        location, message = _first(error, data)
-        where = _where(location, overrides, root, source)
+        location, message = first_problem(error, data)
+        where = where_set(location, overrides, root, source)
         raise ConfigError(f"{where}: {'.'.join(location)}: {message}") from error
-
-
-def _apply(data: dict[str, Any], override: str) -> None:
-    """Sets one key. Sections on the way are copied: YAML aliases may share them."""
-    key, equals, value = override.partition("=")
-    if not equals or not all(key.split(".")):
-        raise ConfigError(f"--set {override}: expected key=value, for example dtype=float32")
-    *parents, last = key.split(".")
-    node = data
-    for parent in parents:
-        child = node.get(parent)
-        if child is not None and not isinstance(child, dict):
-            raise ConfigError(f"--set {key}: {parent} is not a section")
-        node[parent] = child = dict(child or {})
-        node = child
-    try:
-        node[last] = yaml.safe_load(value)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"--set {key}: value is not valid YAML") from error
-
-
-def _first(error: ValidationError, data: Any) -> tuple[tuple[str, ...], str]:
-    """Location of the first problem in `data`, and what was expected there."""
-    problems = error.errors()
-    location = _existing(problems[0]["loc"], data)
-    here = [p for p in problems if _existing(p["loc"], data) == location]
-    cause = here[0].get("ctx", {}).get("error")
-    if isinstance(cause, _KeyedError):
-        return (*location, *cause.location), str(cause)
-    kind = here[0]["type"]
-    if kind == "extra_forbidden":
-        return location, "unknown key"
-    if kind == "missing":
-        return location, "missing, a value is required"
-    got = reprlib.repr(here[0]["input"])
-    if kind in ("model_type", "dict_type"):
-        return location, f"expected a section with keys of its own, got {got}"
-    # A union has one problem for each branch.
-    wanted = " or ".join(p["msg"].removeprefix("Input should be ") for p in here)
-    wanted = wanted.removeprefix("Value error, ")
-    return (
-        location,
-        f"{wanted if wanted.startswith('expected') else f'expected {wanted}'}, got {got}",
-    )
-
-
-def _existing(location: tuple[str | int, ...], data: Any) -> tuple[str, ...]:
-    """Without the branch names that a union adds after a plain value."""
-    parts = []
-    for part in location:
-        if not isinstance(data, dict):
-            break
-        parts.append(str(part))
-        data = data.get(part)
-        if data is None:
-            break
-    return tuple(parts)
-
-
-def _where(
-    location: tuple[str, ...], overrides: Sequence[str], root: yaml.Node | None, source: str
-) -> str:
-    """The override that set a key, or the line of the file."""
-    for override in reversed(overrides):
-        path = tuple(override.partition("=")[0].split("."))
-        if path == location[: len(path)]:
-            return f"--set {override}"
-    line = _line_of(root, location)
-    return f"{source}:{line}" if line else source
-
-
-def _line_of(node: yaml.Node | None, location: tuple[str, ...]) -> int | None:
-    """Line of the deepest part of `location` that the file holds; 1-based."""
-    line = None
-    for part in location:
-        if not isinstance(node, yaml.MappingNode):
-            break
-        for key, value in node.value:
-            if key.value == part:
-                line, node = key.start_mark.line + 1, value
-                break
-        else:
-            break
-    return line
-
-
-def _refuse_duplicates(node: yaml.Node | None, source: str) -> None:
-    if not isinstance(node, yaml.MappingNode):
-        return
-    seen = set()
-    for key, value in node.value:
-        if key.value in seen:
-            raise ConfigError(f"{source}:{key.start_mark.line + 1}: {key.value}: key given twice")
-        seen.add(key.value)
-        _refuse_duplicates(value, source)

@@ -2,8 +2,6 @@
 
 import asyncio
 import logging
-import socket
-from pathlib import Path
 
 from grpc_health.v1 import health_pb2
 
@@ -16,6 +14,7 @@ from router.access.usage import UsageFile
 from router.app import make_app
 from router.chat.tools import ChatReading
 from router.grpc_service import SERVICE, add_public_services
+from router.http.listen import listen, listen_locally
 from router.http.server import HttpServer
 from router.openai.frontend import Frontend
 from router.placement.placer import Placer
@@ -59,7 +58,6 @@ class RouterServer:
         running loop. `share`: with other processes of this deployment, the ports included."""
         colocated = config.mode == "colocated"
         roles = (Role.COLOCATED,) if colocated else (Role.PREFILL, Role.DECODE)
-        block_size = config.engine_for(config.active_pools[0]).block_size
         self.registry = Registry(controller, roles)
         metrics = Metrics(self.registry, config.router.slo)
         placer = Placer(self.registry, config.router.policy, config.router.max_local_prefill_tokens)
@@ -74,41 +72,17 @@ class RouterServer:
         self.registry.on_room = self._turnstile.wake
         endpoint = config.router.otlp_endpoint
         self._tracer = Tracer(endpoint) if endpoint is not None else None
-        on_end = self._tracer.export if self._tracer is not None else None
         self.admission = Admission(
             config.router.max_concurrent_requests,
             metrics,
             self._tally.in_flight if self._tally is not None else Tally(),
         )
-        self.frontend = Frontend(
-            model_name=config.served_model_name or model_name,
-            tokenizer=tokenizer,
-            registry=self.registry,
-            pipeline=Pipeline(
-                placer,
-                self._turnstile,
-                RetryBudget(config.router.max_concurrent_requests),
-                metrics,
-                block_size,
-                config.router.max_attempts,
-                waits,
-            ),
-            admission=self.admission,
-            metrics=metrics,
-            block_size=block_size,
-            reading=ChatReading.of(
-                tokenizer.chat_template, config.router.tool_parser, config.router.reasoning_parser
-            ),
-            timelines=Timelines(on_end=on_end),
-        )
+        self.frontend = self._make_frontend(config, model_name, tokenizer, placer, metrics, waits)
         path = config.router.api_keys_file
         self._usage = UsageFile(share) if share is not None and path is not None else None
         keys = KeyStore(path, shared=self._usage) if path is not None else None
-        tls = None
-        if config.router.tls is not None:
-            tls = TlsFiles(config.router.tls.cert_file, config.router.tls.key_file)
-            tls.check("router.tls")
-        self._listener = _listen(config.router.http, share is not None)
+        tls = _tls_of(config)
+        self._listener = listen(config.router.http, share is not None)
         self.http_port: int = self._listener.getsockname()[1]
         self._http = HttpServer(make_app(self.frontend, config, keys, share), tls)
         # For the other processes: this one's own part, behind a socket of theirs alone.
@@ -124,6 +98,34 @@ class RouterServer:
             raise ConfigError(f"router.grpc: cannot listen on {config.router.grpc}") from None
         self._tasks: list[asyncio.Task[None]] = []
 
+    def _make_frontend(
+        self,
+        config: Config,
+        model_name: str,
+        tokenizer: Tokenizer,
+        placer: Placer,
+        metrics: Metrics,
+        waits: Waits,
+    ) -> Frontend:
+        options = config.router
+        block_size = config.engine_for(config.active_pools[0]).block_size
+        retries = RetryBudget(options.max_concurrent_requests)
+        return Frontend(
+            model_name=config.served_model_name or model_name,
+            tokenizer=tokenizer,
+            registry=self.registry,
+            pipeline=Pipeline(
+                placer, self._turnstile, retries, metrics, block_size, options.max_attempts, waits
+            ),
+            admission=self.admission,
+            metrics=metrics,
+            block_size=block_size,
+            reading=ChatReading.of(
+                tokenizer.chat_template, options.tool_parser, options.reasoning_parser
+            ),
+            timelines=Timelines(on_end=self._tracer.export if self._tracer is not None else None),
+        )
+
     async def start(self) -> None:
         self.registry.start()
         if self._share is not None:
@@ -134,7 +136,7 @@ class RouterServer:
             asyncio.create_task(self._publish_health(), name="health"),
         ]
         if self._own_http is not None and self._share is not None:
-            own = self._own_http.serve_on(_listen_locally(self._share.socket_path))
+            own = self._own_http.serve_on(listen_locally(self._share.socket_path))
             self._tasks.append(asyncio.create_task(own, name="http of this process"))
 
     async def _wait_to_join(self) -> None:
@@ -179,40 +181,10 @@ class RouterServer:
             await self.registry.wait_for_change(_HEALTH_INTERVAL_S)
 
 
-def _listen_locally(path: Path) -> socket.socket:
-    """A Unix socket, in the place of one that an earlier process has left."""
-    path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(path))
-    listener.listen()
-    listener.setblocking(False)
-    return listener
-
-
-def _bound(family: socket.AddressFamily, address: tuple[str, int]) -> socket.socket:
-    """Shares its port with others of its kind. Raises OSError."""
-    listener = socket.socket(family)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(address)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _listen(address: str, reuse_port: bool) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        if reuse_port:  # listening begins with serving: until then others get all connections
-            listener = _bound(family, (host, int(port)))
-        else:
-            listener = socket.create_server((host, int(port)), family=family, backlog=2048)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(f"router.http: cannot listen on {address}: {reason}") from None
-    listener.setblocking(False)
-    return listener
+def _tls_of(config: Config) -> TlsFiles | None:
+    """Raises ConfigError if a file cannot be used."""
+    if config.router.tls is None:
+        return None
+    files = TlsFiles(config.router.tls.cert_file, config.router.tls.key_file)
+    files.check("router.tls")
+    return files

@@ -318,45 +318,10 @@ class WorkerRuntime:
             await asyncio.sleep(_STATUS_SECONDS)
 
     @property
-    def _speculative_method(self) -> str:
-        speculative = self.settings.engine.speculative
-        return "" if speculative is None else speculative.method
-
-    def status(self) -> pb.WorkerStatus:
-        assert self._snapshot is not None
-        stats, blocks = self._snapshot
-        return pb.WorkerStatus(
-            state=codec.state_to_pb(self.state),
-            kv_blocks=codec.blocks_to_pb(blocks),
-            requests_running=stats.requests_running,
-            requests_waiting=stats.requests_waiting,
-            waiting_prefill_tokens=stats.waiting_prefill_tokens,
-            tokens_prefilled_total=stats.tokens_prefilled_total,
-            tokens_decoded_total=stats.tokens_decoded_total,
-            prefix_hit_tokens_total=stats.prefix_hit_tokens_total,
-            preemptions_total=stats.preemptions_total,
-            tokens_drafted_total=stats.tokens_drafted_total,
-            tokens_draft_accepted_total=stats.tokens_draft_accepted_total,
-            draft_pauses_total=stats.draft_pauses_total,
-            speculative_method=self._speculative_method,
-            kv_bytes_sent_total=self.kv_bytes_sent,
-            kv_bytes_received_total=self.kv_bytes_received,
-            transfers_ok_total=self.transfers_ok,
-            transfers_failed_total=self.transfers_failed,
-            transport=self.transport_in_use,
-            aborts_total=self.aborts,
-            requests_total=self.outputs.num_opened,
-            controller=self.controller,
-            rdma_fallbacks_total=self.carriers.num_fallbacks,
-            seconds_since_progress=self.engine_loop.seconds_since_progress(),
-            prefill_tokens_per_second=stats.prefill_tokens_per_second,
-            decode_step_seconds=stats.decode_step_seconds,
-            decode_sequence_seconds=stats.decode_sequence_seconds,
-            links=[
-                pb.LinkSpeed(peer_incarnation=peer, bytes_per_second=speed)
-                for peer, speed in self.links.items()
-            ],
-        )
+    def snapshot(self) -> tuple[EngineStats, KVBlockCounts]:
+        """What the engine said last, a moment ago."""
+        assert self._snapshot is not None, "a snapshot exists after load()"
+        return self._snapshot
 
 
 def now() -> float:

@@ -6,8 +6,8 @@ from contextlib import aclosing
 
 import grpc
 
+from rpc import codec, worker_pb2_grpc
 from rpc import worker_pb2 as pb
-from rpc import worker_pb2_grpc
 from rpc.status import translated_errors
 from worker.runtime import WorkerRuntime
 
@@ -30,7 +30,7 @@ class StatusService(worker_pb2_grpc.WorkerServiceServicer):
         """On change, at most every 100 ms; without one, every second as a sign of life."""
         last, waited = None, 0.0
         while True:
-            status = self._runtime.status()
+            status = status_of(self._runtime)
             if status != last or waited >= _MAX_SECONDS:
                 yield status
                 last, waited = status, 0.0
@@ -53,6 +53,43 @@ class StatusService(worker_pb2_grpc.WorkerServiceServicer):
         async with translated_errors(context):
             await self._runtime.drain()
         return pb.DrainResponse()
+
+
+def status_of(runtime: WorkerRuntime) -> pb.WorkerStatus:
+    stats, blocks = runtime.snapshot
+    speculative = runtime.settings.engine.speculative
+    return pb.WorkerStatus(
+        state=codec.state_to_pb(runtime.state),
+        kv_blocks=codec.blocks_to_pb(blocks),
+        requests_running=stats.requests_running,
+        requests_waiting=stats.requests_waiting,
+        waiting_prefill_tokens=stats.waiting_prefill_tokens,
+        tokens_prefilled_total=stats.tokens_prefilled_total,
+        tokens_decoded_total=stats.tokens_decoded_total,
+        prefix_hit_tokens_total=stats.prefix_hit_tokens_total,
+        preemptions_total=stats.preemptions_total,
+        tokens_drafted_total=stats.tokens_drafted_total,
+        tokens_draft_accepted_total=stats.tokens_draft_accepted_total,
+        draft_pauses_total=stats.draft_pauses_total,
+        speculative_method="" if speculative is None else speculative.method,
+        kv_bytes_sent_total=runtime.kv_bytes_sent,
+        kv_bytes_received_total=runtime.kv_bytes_received,
+        transfers_ok_total=runtime.transfers_ok,
+        transfers_failed_total=runtime.transfers_failed,
+        transport=runtime.transport_in_use,
+        aborts_total=runtime.aborts,
+        requests_total=runtime.outputs.num_opened,
+        controller=runtime.controller,
+        rdma_fallbacks_total=runtime.carriers.num_fallbacks,
+        seconds_since_progress=runtime.engine_loop.seconds_since_progress(),
+        prefill_tokens_per_second=stats.prefill_tokens_per_second,
+        decode_step_seconds=stats.decode_step_seconds,
+        decode_sequence_seconds=stats.decode_sequence_seconds,
+        links=[
+            pb.LinkSpeed(peer_incarnation=peer, bytes_per_second=speed)
+            for peer, speed in runtime.links.items()
+        ],
+    )
 
 
 def add_status_service(runtime: WorkerRuntime) -> None:

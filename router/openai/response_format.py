@@ -24,7 +24,7 @@ from typing import Any
 from core.errors import OverloadedError, PdserveError, RequestError
 from router.chat.output import CallDelta, ChatReader, MessageDelta
 from router.http.errors import error_body
-from router.openai.format import ChatLogprobs
+from router.openai.logprobs import ChatLogprobs
 from router.openai.response_body import ResponseBody
 from router.request.generation import Delta, TextRequest, Usage
 from router.text.tokenizer import Tokenizer

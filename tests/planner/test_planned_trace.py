@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.planner_published import hit_rate
 from core.errors import ConfigError
-from planner.published import hit_rate
 from planner.trace import Trace, TraceRequest, load_trace, sampled
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "traces"

@@ -20,6 +20,7 @@ from support.byte_tokenizer import EOS, VOCAB_SIZE
 from support.grammars import save_byte_tokenizer
 from support.pair import BLOCK, Pair, prompt, request, running_pair, tiny_config
 from worker.engine_setup import block_bytes, build_engine
+from worker.status import status_of
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +75,9 @@ async def test_outputs_equal_plain_decoding(pair: tuple[Pair, str], folders: Any
         for i, option in enumerate(options)
     ]
     answers = await asyncio.gather(*[workers.generate(r, timeout_s=60) for r in requests])
-    status = workers.decode.runtime.status()
+    status = status_of(workers.decode.runtime)
     assert status.speculative_method == "draft_model"
-    assert workers.prefill.runtime.status().speculative_method == ""
+    assert status_of(workers.prefill.runtime).speculative_method == ""
     stats = await workers.decode.runtime.run_on_engine(lambda e: e.stats())
     assert stats.preemptions_total > 0
     if draft == "target":

@@ -16,6 +16,7 @@ from rpc import worker_pb2_grpc
 from support.pair import BLOCK, Pair, prompt, request, running_pair, tiny_config
 from worker.kv_events import KvEventHub
 from worker.link_speed import LinkSpeeds
+from worker.status import status_of
 
 
 def names(tokens: list[int]) -> list[int]:
@@ -82,13 +83,13 @@ async def test_the_stream_names_its_incarnation_and_the_status_has_speeds(tiny_m
         stub = pair.stub(worker_pb2_grpc.WorkerServiceStub, pair.prefill)
         with pytest.raises(grpc.aio.AioRpcError, match="has restarted"):
             await stub.WatchKvBlocks(pb.WatchKvBlocksRequest(incarnation="old")).read()
-        before = pair.prefill.runtime.status()
+        before = status_of(pair.prefill.runtime)
         assert before.prefill_tokens_per_second == before.decode_step_seconds == 0
         answer = await pair.generate(request(prompt(60), max_tokens=8))
         assert answer.error is None
         for worker in (pair.prefill, pair.decode):
             await worker.runtime._take_snapshot()
-        prefill, decode = pair.prefill.runtime.status(), pair.decode.runtime.status()
+        prefill, decode = status_of(pair.prefill.runtime), status_of(pair.decode.runtime)
         assert prefill.prefill_tokens_per_second > 0
         assert prefill.decode_step_seconds == decode.prefill_tokens_per_second == 0
         assert decode.decode_step_seconds + decode.decode_sequence_seconds > 0
