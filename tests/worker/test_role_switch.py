@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -22,8 +22,9 @@ from router.server import RouterServer
 from rpc import worker_pb2
 from support.byte_tokenizer import byte_tokenizer
 from support.fake_cluster import FakeCluster
-from support.pair import prompt, request
+from support.pair import Pair, prompt, request, with_rendezvous
 from support.waiting import eventually
+from worker.follower import FollowerWorker
 
 READY, DRAINING = worker_pb2.WORKER_STATE_READY, worker_pb2.WORKER_STATE_DRAINING
 TEXT = """
@@ -185,6 +186,47 @@ async def test_workers_change_pools_under_load_without_loading_again(
         for worker_id, (engine, address) in engines.items():
             assert it.workers[worker_id].runtime.engine is engine
             assert engine.kv_cache.data_ptr() == address
+
+
+@asynccontextmanager
+async def of_two_ranks(config: Config, role: Role, worker_id: str) -> AsyncIterator[DualWorker]:
+    roles = (Role.PREFILL, Role.DECODE)
+    settings = with_rendezvous(WorkerSettings(worker_id, role, config, roles=roles))
+    follower = FollowerWorker(replace(settings, rank=1, rendezvous_fd=None))
+    made = DualWorker(settings)
+    await asyncio.gather(*(part.start(lambda text: None) for part in (made, follower)))
+    try:
+        yield made
+    finally:
+        await asyncio.gather(made.stop(), follower.stop())
+        assert not follower.failed.done()
+
+
+async def test_workers_of_two_ranks_change_places(tiny_model_dir: Path) -> None:
+    """Each rank reads its part of the KV out of ranks whose worker has just become a prefill
+    worker; what is computed stays the same."""
+    text = TEXT.replace("roles: [", "tensor_parallel_size: 2, roles: [")
+    config = parse_config(text.format(folder=tiny_model_dir))
+    asked = [prompt(60, seed) for seed in range(3)]
+    async with (
+        of_two_ranks(config, Role.PREFILL, "worker-0") as first,
+        of_two_ranks(config, Role.DECODE, "worker-1") as second,
+    ):
+        before, after = Pair(first, second), Pair(second, first)
+        answers = [await before.generate(request(tokens)) for tokens in asked[:2]]
+        assert not any(answer.errors for answer in answers)
+        await before.wait_idle()
+        await asyncio.gather(first.switch(Role.DECODE, 5.0), second.switch(Role.PREFILL, 5.0))
+        sent = second.runtime.kv_bytes_sent
+        again = [await after.generate(request(tokens)) for tokens in asked]
+        assert not any(answer.errors for answer in again)
+        assert [a.tokens for a in again[:2]] == [a.tokens for a in answers]
+        assert again[2].tokens == (await after.alone(request(asked[2]))).tokens
+        assert second.runtime.kv_bytes_sent > sent
+        await after.wait_idle()
+        for pair in (before, after):
+            for channel in pair.channels.values():
+                await channel.close()
 
 
 async def test_a_worker_whose_blocks_are_in_use_stays_what_it_is(
