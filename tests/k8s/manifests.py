@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
+from core.config import Config
+
 ROOT = Path(__file__).parents[2]
-OVERLAYS = ("cpu-demo", "gpu", "gpu-tls")
+OVERLAYS = ("cpu-demo", "cpu-roles", "gpu", "gpu-tls")
+POOL_GROUPS = ("prefill", "decode", "worker")  # names of worker groups
 KUBECTL = shutil.which("kubectl")
 CRDS = Path(os.environ.get("PDSERVE_CRDS") or ROOT.parent / "shared" / "data" / "crds")
 
@@ -49,6 +52,12 @@ def containers(objects: tuple[Object, ...]) -> Iterator[tuple[str, Object]]:
     for name, template in pod_templates(objects):
         for container in template["spec"]["containers"]:
             yield f"{name}/{container['name']}", container
+
+
+def group_of(config: Config, pool: str) -> str:
+    """The worker group whose pods a pool's workers run in: the resource that only these have."""
+    (group,) = config.pools.named(pool).resources.keys() - {"CPU", "GPU"}
+    return str(group)
 
 
 def deployment_yaml(objects: tuple[Object, ...]) -> str:

@@ -10,8 +10,10 @@ import yaml
 from manifests import (
     CRDS,
     OVERLAYS,
+    POOL_GROUPS,
     containers,
     deployment_yaml,
+    group_of,
     needs_kubectl,
     of_kind,
     pod_templates,
@@ -105,7 +107,7 @@ def test_no_container_has_more_rights_than_it_needs(overlay):
         assert security["readOnlyRootFilesystem"] is True, name
         assert security["allowPrivilegeEscalation"] is False, name
         assert security["capabilities"]["drop"] == ["ALL"], name
-        may_lock = overlay != "cpu-demo" and name in ("prefill/ray-worker", "decode/ray-worker")
+        may_lock = overlay.startswith("gpu") and name.endswith("/ray-worker")
         assert security["capabilities"].get("add", []) == (["IPC_LOCK"] if may_lock else []), name
 
 
@@ -146,7 +148,7 @@ def test_a_pod_has_more_time_to_end_than_its_drain_takes(overlay):
             if name == "pdserve-router":
                 assert command[0] == "sleep"
                 assert grace > int(command[1]) + SHUTDOWN_GRACE_S + 10
-            elif name in ("prefill", "decode"):
+            elif name in POOL_GROUPS:
                 drain = float(re.search(r"--grace (\d+)", command[-1])[1])
                 assert drain == SlotOptions("x").drain_grace_s
                 # It may wait for another operation as long again.
@@ -217,21 +219,28 @@ def test_ports_agree_with_the_yaml_and_services_with_ports(overlay):
 
 
 def test_each_pool_has_a_worker_group_whose_pods_hold_one_worker(overlay):
+    """Pools with roles share one."""
     objects = render(overlay)
     config = parse_config(deployment_yaml(objects))
     (cluster,) = of_kind(objects, "RayCluster")
     groups = {group["groupName"]: group for group in cluster["spec"]["workerGroupSpecs"]}
-    assert set(groups) == set(config.active_pools)
-    for pool, group in groups.items():
-        wanted = getattr(config.pools, pool)
-        assert group["minReplicas"] <= wanted.replicas <= group["maxReplicas"]
-        assert group["replicas"] == wanted.replicas
+    pools = {name: [p for p in config.active_pools if group_of(config, p) == name]
+             for name in groups}  # fmt: skip
+    assert sum(map(len, pools.values())) == len(config.active_pools)
+    for name, group in groups.items():
+        assert all({*config.roles_of(pool)} == {*pools[name]} for pool in pools[name])
+        wanted = [config.pools.named(pool) for pool in pools[name]]
+        replicas = sum(pool.replicas for pool in wanted)
+        assert group["minReplicas"] <= replicas <= group["maxReplicas"]
+        assert group["replicas"] == replicas
         command = group["template"]["spec"]["containers"][0]["command"]
         offers = {"CPU": number(command, "--num-cpus="), "GPU": number(command, "--num-gpus="),
-                  pool: 1.0}  # fmt: skip
-        assert wanted.resources == {name: amount for name, amount in offers.items() if amount}
+                  name: 1.0}  # fmt: skip
+        for pool in wanted:
+            assert pool.resources == {key: amount for key, amount in offers.items() if amount}
         assert group["rayStartParams"]["num-cpus"] == f"{offers['CPU']:g}"
-        assert f'--resources={{"{pool}": 1}}' in command
+        assert f'--resources={{"{name}": 1}}' in command
+        assert group["template"]["metadata"]["labels"]["pdserve/pool"] == name
 
 
 def number(command, flag):

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from manifests import OVERLAYS, deployment_yaml, needs_kubectl, of_kind, render
+from manifests import OVERLAYS, deployment_yaml, group_of, needs_kubectl, of_kind, render
 
 from cluster.sizing import bundle_for
 from core.config import Config, parse_config
@@ -72,11 +72,14 @@ def sizes(overlay: str, key: str) -> dict[str, int]:
 def test_each_worker_that_a_pool_asks_for_is_one_pod_of_its_group(overlay):
     least, most = sizes(overlay, "minReplicas"), sizes(overlay, "maxReplicas")
     assert launches(overlay, {}) == least
-    for pool, other in (("prefill", "decode"), ("decode", "prefill")):
-        grown = launches(overlay, {pool: most[pool]})
-        assert grown == {pool: most[pool], other: least[other]}
+    config = parse_config(deployment_yaml(render(overlay)))
+    for pool in config.active_pools:
+        group = group_of(config, pool)
+        grown = launches(overlay, {pool: most[group]})
+        assert grown == {**least, group: most[group]}
 
 
 def test_no_pool_grows_beyond_its_group(overlay):
-    most = sizes(overlay, "maxReplicas")
-    assert launches(overlay, {pool: 50 for pool in most}) == most
+    config = parse_config(deployment_yaml(render(overlay)))
+    asked = {pool: 50 for pool in config.active_pools}
+    assert launches(overlay, asked) == sizes(overlay, "maxReplicas")
