@@ -1,5 +1,6 @@
 """A Ray cluster of several nodes on this machine, and a deployment on it."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         storage = {"gcs_storage": "rocksdb", "gcs_storage_path": str(folder / "gcs")}
+        if "RAY_REDIS_ADDRESS" in os.environ:  # then Ray takes that one by itself
+            storage = {}
         head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": str(folder)}
         self._cluster = Cluster(
             initialize_head=True, head_node_args={**head, "_system_config": storage}
