@@ -64,6 +64,9 @@ test-k8s: $(VENV)/.installed-dev ## Run the containers' commands of k8s/ here, a
 test-tls: $(VENV)/.installed-dev ## Run a deployment with mutual TLS inside and two routers
 	$(BIN)/python -m pytest -m slow tests/e2e/test_tls_live.py $(ARGS)
 
+test-autoscaling: $(VENV)/.installed-dev ## Simulate the autoscaler over hours of virtual time
+	$(BIN)/python -m pytest -m slow tests/planner/test_autoscaled.py $(ARGS)
+
 fuzz: $(VENV)/.installed-dev ## Send 5000 and more requests that the OpenAPI document allows, and does not
 	$(BIN)/python -m pytest -m slow tests/e2e/test_fuzz.py -s $(ARGS)
 

@@ -74,6 +74,7 @@ class Controller:
         self._leaving: dict[str, WorkerSlot] = {}  # draining: not wanted, not gone yet
         self._server: Any = None
         self._loads = LoadWatch(self.publisher)
+        self.queues = self._loads.queues
         self._autoscaling: asyncio.Task[None] | None = None
         self._seeing_off: set[asyncio.Task[None]] = set()
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import grpc
 
 from cluster.changes import Change, ChangeKind, as_yaml, changes_between
+from cluster.load_watch import QueueWatch
 from cluster.operations import Operations, Say
 from cluster.view import ViewPublisher
 from core.config import Config, parse_config
@@ -29,6 +30,7 @@ class Controlled(Protocol):
     shutdown_requested: asyncio.Event
     stopped: asyncio.Event
     operations: Operations
+    queues: QueueWatch
 
     async def wait_ready(self) -> None: ...
 
@@ -47,6 +49,12 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         async with translated_errors(context):
             async for view in self._controller.publisher.watch():
                 yield view
+
+    async def ReportQueue(
+        self, request: pb.QueueReport, context: grpc.aio.ServicerContext
+    ) -> pb.QueueReportResponse:
+        self._controller.queues.note(request)
+        return pb.QueueReportResponse()
 
     async def Shutdown(
         self, request: pb.ShutdownRequest, context: grpc.aio.ServicerContext

@@ -101,6 +101,12 @@ class Deployment:
             self._queue.append(job)
             self._let_in_soon()
 
+    @property
+    def queue(self) -> tuple[int, int, float]:
+        """What waits in the router: prompts, their tokens, and since when the first one."""
+        oldest = self._queue[0].arrival if self._queue else self._loop.now
+        return len(self._queue), sum(job.request.num_prompt for job in self._queue), oldest
+
     def _let_in_soon(self) -> None:
         if self._queue and not self._is_letting_in:
             self._is_letting_in = True

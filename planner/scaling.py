@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from cluster.autoscaler import Asked, Autoscaler, PoolLoad, WorkerLoad, decide_together
+from cluster.autoscaler import Asked, Autoscaler, PoolLoad, RouterQueue, WorkerLoad, decide_together
 from core.config import AutoscaleConfig
 from planner.deployment import Deployment, Worker
 from planner.event_loop import EventLoop
@@ -100,13 +100,15 @@ class SimulatedScaling:
             return
         now, recorder = self._loop.now, self._deployment.recorder
         seen = (recorder.num_arrived, recorder.arrived_tokens)
-        prompts, tokens = (new - old for new, old in zip(seen, self._seen, strict=True))
+        prompts, tokens = (after - old for after, old in zip(seen, self._seen, strict=True))
         # As many of them are prefix hits as so far.
-        tokens -= round(tokens * recorder.cached_tokens / max(1, recorder.prompt_tokens))
+        new = 1 - recorder.cached_tokens / max(1, recorder.prompt_tokens)
+        waiting, waiting_tokens, since = self._deployment.queue
+        queue = RouterQueue(waiting, round(waiting_tokens * new), now - since)
         asked = {}
         for name, scaler in self._scalers.items():
             workers = [_worker_load(worker) for worker in self._pools[name].ready]
-            load = PoolLoad(workers, now - self._asked_at, tokens, prompts)
+            load = PoolLoad(workers, now - self._asked_at, round(tokens * new), prompts, queue)
             asked[name] = Asked(scaler, self._pools[name].wanted, load)
         sizes = {n: d.replicas for n, d in decide_together(now, asked, self._num_movable).items()}
         self._resize(sizes)

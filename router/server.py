@@ -18,6 +18,7 @@ from router.http.listen import listen, listen_locally
 from router.http.server import HttpServer
 from router.openai.frontend import Frontend
 from router.placement.placer import Placer
+from router.placement.queue_report import report_queue
 from router.placement.registry import Registry
 from router.placement.turnstile import Turnstile
 from router.processes.share import Share
@@ -97,6 +98,8 @@ class RouterServer:
             self._listener.close()
             raise ConfigError(f"router.grpc: cannot listen on {config.router.grpc}") from None
         self._tasks: list[asyncio.Task[None]] = []
+        self._controller = controller
+        self._reporting: asyncio.Task[None] | None = None
 
     def _make_frontend(
         self,
@@ -128,6 +131,8 @@ class RouterServer:
 
     async def start(self) -> None:
         self.registry.start()
+        report = report_queue(self._controller, self._turnstile.waiting)
+        self._reporting = asyncio.create_task(report, name="report the queue")
         if self._share is not None:
             await self._wait_to_join()
         await self._grpc.start()
@@ -161,8 +166,10 @@ class RouterServer:
         await self._turnstile.close()
         await self._grpc.stop(1.0)
         await asyncio.gather(http, *own)
-        health.cancel()
-        await asyncio.gather(health, return_exceptions=True)
+        background = [health] + ([self._reporting] if self._reporting is not None else [])
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
         await self.registry.close()
         for file in (self._usage, self._tally):
             if file is not None:

@@ -55,6 +55,26 @@ class WorkerEntry(_message.Message):
     detail: str
     def __init__(self, id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., state: _Optional[_Union[_worker_pb2.WorkerState, str]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
 
+class QueueReport(_message.Message):
+    __slots__ = ("router_id", "prompts", "prompt_tokens", "oldest_seconds", "refused_prompts_total", "refused_prompt_tokens_total")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_PROMPTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_PROMPT_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    prompts: int
+    prompt_tokens: int
+    oldest_seconds: float
+    refused_prompts_total: int
+    refused_prompt_tokens_total: int
+    def __init__(self, router_id: _Optional[str] = ..., prompts: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., oldest_seconds: _Optional[float] = ..., refused_prompts_total: _Optional[int] = ..., refused_prompt_tokens_total: _Optional[int] = ...) -> None: ...
+
+class QueueReportResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ShutdownRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -39,6 +39,11 @@ class ClusterServiceStub:
                 request_serializer=rpc_dot_cluster__pb2.WatchRequest.SerializeToString,
                 response_deserializer=rpc_dot_cluster__pb2.ClusterView.FromString,
                 _registered_method=True)
+        self.ReportQueue = channel.unary_unary(
+                '/pdserve.worker.v1.ClusterService/ReportQueue',
+                request_serializer=rpc_dot_cluster__pb2.QueueReport.SerializeToString,
+                response_deserializer=rpc_dot_cluster__pb2.QueueReportResponse.FromString,
+                _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/pdserve.worker.v1.ClusterService/Shutdown',
                 request_serializer=rpc_dot_cluster__pb2.ShutdownRequest.SerializeToString,
@@ -81,6 +86,14 @@ class ClusterServiceServicer:
 
     def Watch(self, request, context):
         """The whole set of workers, once at once and after every change, and every 5 s without one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportQueue(self, request, context):
+        """What waits in a router process. Sent about once a second while something does or changes;
+        holds for a few seconds. What waits is load of the pools that scale themselves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,6 +159,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     request_deserializer=rpc_dot_cluster__pb2.WatchRequest.FromString,
                     response_serializer=rpc_dot_cluster__pb2.ClusterView.SerializeToString,
             ),
+            'ReportQueue': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportQueue,
+                    request_deserializer=rpc_dot_cluster__pb2.QueueReport.FromString,
+                    response_serializer=rpc_dot_cluster__pb2.QueueReportResponse.SerializeToString,
+            ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
                     request_deserializer=rpc_dot_cluster__pb2.ShutdownRequest.FromString,
@@ -209,6 +227,33 @@ class ClusterService:
             '/pdserve.worker.v1.ClusterService/Watch',
             rpc_dot_cluster__pb2.WatchRequest.SerializeToString,
             rpc_dot_cluster__pb2.ClusterView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportQueue(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.worker.v1.ClusterService/ReportQueue',
+            rpc_dot_cluster__pb2.QueueReport.SerializeToString,
+            rpc_dot_cluster__pb2.QueueReportResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -161,10 +161,10 @@ class Placer:
 
 def _placed(prefill: Worker | None, decode: Worker, load: Load, demand: Demand) -> Placement:
     """`load` is of the worker that prefills."""
-    estimate = Estimate()
+    estimate = Estimate(num_tokens=uncached(load, demand))
     if (prefill or decode).prefill_speed is not None:
         own_s = own_prefill_seconds(load, demand)
-        estimate = Estimate(prefill_seconds(load, demand) - own_s, own_s)
+        estimate = estimate._replace(queue_s=prefill_seconds(load, demand) - own_s, own_s=own_s)
     return Placement(prefill, decode, load.cached_tokens, estimate)
 
 

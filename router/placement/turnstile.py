@@ -30,10 +30,22 @@ _MAX_RETRY_S = 60.0
 
 class Estimate(NamedTuple):
     """Seconds on the worker until the first token: behind others, and for the prompt itself. Zeros
-    where nothing was measured, by which nobody is refused."""
+    where nothing was measured, by which nobody is refused. `num_tokens`: of the prompt, that the
+    worker has to compute."""
 
     queue_s: float = 0.0
     own_s: float = 0.0
+    num_tokens: int = 0
+
+
+class Waiting(NamedTuple):
+    """What waits now, and what was refused since the beginning."""
+
+    num_prompts: int
+    num_tokens: int
+    oldest_s: float  # that the first of them has waited
+    num_refused: int
+    num_refused_tokens: int
 
 
 class Room(Protocol):
@@ -45,6 +57,8 @@ class Room(Protocol):
 class _Waiter:
     ticket: Ticket
     turn: asyncio.Future[None]
+    arrived: float
+    num_tokens: int
     placed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -78,10 +92,23 @@ class Turnstile:
         self._pump: asyncio.Task[None] | None = None
         self._may_have_room = asyncio.Event()
         self._rate = _Rate()
+        self._num_refused = self._num_refused_tokens = 0
 
     def __len__(self) -> int:
         """How many wait."""
         return len(self._queue)
+
+    def waiting(self) -> Waiting:
+        """What there is to do that no worker has heard of."""
+        waiters = self._waiters.values()
+        now = asyncio.get_running_loop().time()
+        return Waiting(
+            len(waiters),
+            sum(waiter.num_tokens for waiter in waiters),
+            max((now - waiter.arrived for waiter in waiters), default=0.0),
+            self._num_refused,
+            self._num_refused_tokens,
+        )
 
     def wake(self) -> None:
         """A worker may have room."""
@@ -97,10 +124,12 @@ class Turnstile:
         if not len(self._queue) and self._room.has_room():
             yield 0.0
             return
-        self._check_arrival(key, priority, estimate())
+        guess = estimate()
+        self._check_arrival(key, priority, guess)
         loop = asyncio.get_running_loop()
         arrived = loop.time()
-        waiter = _Waiter(self._queue.push(key, priority, work), loop.create_future())
+        ticket = self._queue.push(key, priority, work)
+        waiter = _Waiter(ticket, loop.create_future(), arrived, guess.num_tokens)
         self._waiters[waiter.ticket] = waiter
         self._changed()
         try:
@@ -108,6 +137,7 @@ class Turnstile:
                 async with asyncio.timeout(_MAX_WAIT_S):
                     await waiter.turn
             except TimeoutError:
+                self._count_refused(guess)
                 raise OverloadedError(
                     f"no worker had room for {_MAX_WAIT_S:.0f} s", retry_after_s=_MAX_WAIT_S
                 ) from None
@@ -126,6 +156,7 @@ class Turnstile:
         wait_s, own_s = waited_s + estimate.queue_s, estimate.own_s
         late_s = wait_s - max(self._slo_s - own_s, _LEAST_SHARE * self._slo_s)
         if late_s > 0:
+            self._count_refused(estimate)
             raise OverloadedError(
                 f"the first token would take about {wait_s + own_s:.1f} s, more than the "
                 f"{self._slo_s:g} s that this service promises: try again later",
@@ -137,11 +168,16 @@ class Turnstile:
         wait_s = self._queue.work_before(key, priority) / per_s if per_s else 0.0
         if len(self._queue) + self._tally.elsewhere() >= self._limit:
             retry_s = min(max(wait_s, 1.0), _MAX_RETRY_S)
+            self._count_refused(estimate)
             raise OverloadedError(
                 f"{self._limit} requests are waiting already, try again later",
                 retry_after_s=retry_s,
             )
         self.check(wait_s / _MARGIN, estimate)
+
+    def _count_refused(self, estimate: Estimate) -> None:
+        self._num_refused += 1
+        self._num_refused_tokens += estimate.num_tokens
 
     def _tell_length(self) -> None:
         self._on_length(len(self._queue))

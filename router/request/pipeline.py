@@ -162,7 +162,8 @@ class Pipeline:
 
         def estimate() -> Estimate:
             found = self._placer.look(demand, names)
-            return Estimate() if found is None else found.estimate
+            unknown = Estimate(num_tokens=demand.num_tokens)
+            return unknown if found is None else found.estimate
 
         work = demand.num_tokens + min(demand.max_new_tokens, EXPECTED_OUTPUT)
         turnstile = self._turnstile

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.autoscaler import Autoscaler, PoolLoad, WorkerLoad
+from cluster.autoscaler import Autoscaler, Decision, PoolLoad, RouterQueue, WorkerLoad
 from cluster.autoscaling import Autoscaling
 from cluster.changes import changes_between
 from core.config import AutoscaleConfig, Config, parse_config
@@ -46,20 +46,67 @@ def test_prefill_follows_prompt_tokens_and_their_measured_speed() -> None:
 def test_a_tight_target_leaves_more_spare() -> None:
     # A prompt takes 0.5 s: with 0.6 s to the first token hardly any may wait.
     tight = AutoscaleConfig(min=1, max=8, ttft_p90=0.6)
-    assert watched(prefill(tight), 2, 2000).decide(28.0, 2, pool(2, 2000)).replicas == 4
+    assert watched(prefill(tight), 2, 2000).decide(28.0, 2, pool(2, 2000)).replicas == 3
     assert watched(prefill(), 2, 2000).decide(28.0, 2, pool(2, 2000)).replicas == 2
 
 
 def test_a_lasting_backlog_grows_the_pool_and_a_short_one_does_not() -> None:
-    scaler = prefill()
-    # Of 2000 tokens that may wait for 1 s; the rest would be gone in 10 s with 3100/s more.
-    waiting = pool(2, 2000, waiting_prefill_tokens=33_000)
-    assert [scaler.decide(t, 2, waiting).replicas for t in (0.0, 2.0)] == [2, 2]
-    assert scaler.decide(4.0, 2, waiting).replicas == 4
-    scaler = prefill()
-    scaler.decide(0.0, 2, waiting)
-    scaler.decide(2.0, 2, pool(2, 2000))
-    assert scaler.decide(4.0, 2, waiting).replicas == 2
+    # 1000 tokens/s come, 2000 can be computed; 16 s of work wait all the same.
+    waiting = pool(2, 2000, waiting_prefill_tokens=16_000)
+    scaler = watched(prefill(), 2, 2000)
+    sizes = [scaler.decide(28.0 + 2 * i, 2, waiting).replicas for i in range(8)]
+    assert sizes[:2] == [2, 2] and max(sizes) == 3
+    scaler = watched(prefill(), 2, 2000)
+    short = pool(2, 2000, waiting_prefill_tokens=3_000)
+    loads = [short, *[pool(2, 2000)] * 20]
+    assert {scaler.decide(28.0 + 2 * i, 2, load).replicas for i, load in enumerate(loads)} == {2}
+
+
+def test_what_waits_in_the_router_is_load_of_the_pool_that_it_waits_for() -> None:
+    queue = RouterQueue(prompts=64, tokens=32_000, oldest_seconds=9.0)
+
+    def last(scaler: Autoscaler, **worker: float) -> Decision:
+        held = [replace(pool(2, 2000, **worker), queue=queue)] * 8
+        looks = [scaler.decide(28.0 + 2 * i, 2, load) for i, load in enumerate(held)]
+        return max(looks, key=lambda decision: decision.replicas)
+
+    busy = last(watched(prefill(), 2, 2000), waiting_prefill_tokens=500)
+    assert busy.replicas == 3 and "met too long a queue" in busy.reason
+    assert last(watched(prefill(), 2, 2000)).replicas == 2  # these have nothing to do
+    full, free = pool(4, requests_running=16), pool(4, requests_running=10)
+    assert decode().decide(0.0, 4, full).replicas == 7
+    assert decode().decide(0.0, 4, replace(full, queue=queue)).replicas == 8
+    assert decode().decide(0.0, 4, replace(free, queue=queue)).replicas == 4
+
+
+def test_prompts_that_take_longer_than_the_target_do_not_grow_a_pool_without_end() -> None:
+    """3000 tokens at 1000 a second: no size helps them."""
+    scaler, size = prefill(), 1
+    for look in range(900):
+        workers = [replace(IDLE, waiting_prefill_tokens=1500 if not look % 2 else 0)] * size
+        size = scaler.decide(2.0 * look, size, PoolLoad(workers, 2.0, 1000, 1)).replicas
+    assert size <= 3
+
+
+def test_bursts_that_were_missed_are_remembered_for_half_an_hour() -> None:
+    """Every minute 12 000 tokens in 2 s, to one worker that reads 1000 a second."""
+    scaler, size, at, waiting, sizes = prefill(), 1, 0.0, 0.0, []
+
+    def look(tokens: int) -> None:
+        nonlocal size, at, waiting
+        waiting = max(0.0, waiting + tokens - size * 2000)
+        workers = [replace(IDLE, waiting_prefill_tokens=round(waiting / size))] * size
+        load = PoolLoad(workers, 2.0, tokens, tokens // 500)
+        size, at = scaler.decide(at, size, load).replicas, at + 2.0
+        sizes.append(size)
+
+    for index in range(600):
+        look(12_000 if index % 30 == 0 else 0)
+    assert max(sizes) <= 6  # 5 would read it at once
+    assert min(sizes[300:]) >= 3  # and 3 with a wait of a second and a half
+    while size > 1:
+        look(0)
+        assert at < 1200 + 1800 + 600
 
 
 def test_a_backlog_waits_for_workers_that_are_on_their_way() -> None:
@@ -70,8 +117,8 @@ def test_a_backlog_waits_for_workers_that_are_on_their_way() -> None:
 
 @pytest.mark.parametrize(
     ("running", "kv_use", "expected"),
-    # A step of 10 takes 0.03 s; of that nine tenths are used. 0.8 of the blocks may be.
-    [(9, 0.1, 2), (10, 0.1, 3), (18, 0.1, 4), (1, 0.81, 3), (1, 0.4, 2), (9, 1.0, 3)],
+    # A step of 10 takes 0.03 s. 0.8 of the blocks may be used.
+    [(10, 0.1, 2), (11, 0.1, 3), (20, 0.1, 4), (1, 0.81, 3), (1, 0.4, 2), (9, 1.0, 3)],
 )
 def test_decode_follows_running_sequences_and_blocks(
     running: int, kv_use: float, expected: int
@@ -98,12 +145,12 @@ def test_growth_is_bounded_in_size_and_pace() -> None:
 
 def test_a_pool_shrinks_only_after_a_quiet_while_and_not_below_half() -> None:
     scaler = decode()
-    sizes = [scaler.decide(2.0 * i, 8, pool(8)).replicas for i in range(61)]
-    assert sizes == [8] * 60 + [4]
-    # One busy look inside of the window keeps it.
+    sizes = [scaler.decide(2.0 * i, 8, pool(8)).replicas for i in range(151)]
+    assert sizes == [8] * 150 + [4]  # five minutes from the start, then down_seconds
+    # A busy moment inside of the window keeps it.
     sizes = []
-    for i in range(61, 130):
-        load = pool(4, requests_running=9) if i == 90 else pool(4)
+    for i in range(151, 230):
+        load = pool(4, requests_running=9) if 180 <= i < 190 else pool(4)
         sizes.append(scaler.decide(2.0 * i, 4, load).replicas)
     assert sizes == [4] * len(sizes)
 
@@ -118,7 +165,8 @@ def test_a_burst_of_streams_is_over_and_the_least_is_reached_in_time() -> None:
     halvings, idle_from = 3, at  # 8, 4, 2, 1
     while size > 1:
         size, at = scaler.decide(at, size, pool(size)).replicas, at + 2.0
-        assert at - idle_from <= halvings * (BOUNDS.down_seconds + 6.0)  # three looks
+        # The last minutes are forgotten, then three looks a halving.
+        assert at - idle_from <= 300 + halvings * (BOUNDS.down_seconds + 6.0)
 
 
 def test_a_load_that_comes_and_goes_while_workers_start_does_not_swing_the_pool() -> None:

@@ -32,29 +32,35 @@ AUTOSCALE = {
     "prefill": AutoscaleConfig(min=1, max=24, ttft_p90=SLO.ttft),
     "decode": AutoscaleConfig(min=1, max=24, tpot_p90=SLO.tpot),
 }
-SECONDS = 1200
 
 
-def flat(at_s: float) -> float:
-    return 12
+def flat(rate: float) -> Callable[[float], float]:
+    return lambda at_s: rate
 
 
 def waves(at_s: float) -> float:
     return 6 + 14 * (0.5 - 0.5 * math.cos(2 * math.pi * at_s / 900))
 
 
-def trace(rate: Callable[[float], float]) -> list[TraceRequest]:
+def trace(rate: Callable[[float], float], seconds: int = 1200) -> list[TraceRequest]:
     """Random arrivals at a changing rate, lengths from log-normal distributions."""
     dice, now, requests = random.Random(7), 0.0, []
-    top = max(rate(second) for second in range(SECONDS))
+    top = max(rate(second) for second in range(seconds))
     while True:
         now += dice.expovariate(top)
-        if now > SECONDS:
+        if now > seconds:
             return requests
         if dice.random() < rate(now) / top:
             prompt = min(6000, max(16, int(dice.lognormvariate(6.8, 0.6))))
             output = min(400, max(1, int(dice.lognormvariate(4.6, 0.6))))
             requests.append(TraceRequest(now, prompt, output))
+
+
+def recorded(name: str) -> list[TraceRequest]:
+    path = TRACES / f"{name}.csv.gz"
+    if not path.exists():
+        pytest.skip(f"no trace at {path}")
+    return list(load_trace(path).requests)
 
 
 def simulated(
@@ -64,73 +70,111 @@ def simulated(
     scales: bool = False,
     switches: bool = False,
 ) -> Result:
-    options = Options(autoscale=AUTOSCALE if scales else {}, switches=switches)
+    """With the router's queue, which holds back what the workers have no room for."""
+    options = Options(autoscale=AUTOSCALE if scales else {}, switches=switches, holds_back=True)
     return run(Layout(Pool(prefill), Pool(decode)), MACHINE, requests, 0, options)
 
 
-# The least fixed sizes that meet the SLO for nine of ten requests, which is what p90 says.
-# A flat load leaves nothing to win: one worker too many, of 7, for as long as nobody knows.
-@pytest.mark.parametrize(("rate", "best", "most"), [(flat, (4, 3), 1.15), (waves, (6, 4), 1.0)])
-def test_it_holds_the_slo_at_about_the_cost_of_the_best_fixed_size(
-    rate: Callable[[float], float], best: tuple[int, int], most: float
+def cost(result: Result) -> float:
+    return sum(result.worker_seconds.values())
+
+
+def turns(result: Result) -> int:
+    """Changes of direction, of all pools."""
+    total = 0
+    for sizes in result.sizes.values():
+        steps = [after - before for (_, before), (_, after) in pairwise(sizes)]
+        total += sum(one * other < 0 for one, other in pairwise(steps))
+    return total
+
+
+def check_row(
+    requests: list[TraceRequest], best: tuple[int, int], most_cost: float, most_turns: int
 ) -> None:
-    requests, (prefill, decode) = trace(rate), best
-    fixed = simulated(requests, prefill, decode)
+    """`best`: the least fixed sizes that meet the SLO for nine of ten requests, which is what p90
+    says. `most_turns` an hour."""
+    fixed = simulated(requests, *best)
     assert fixed.attainment(SLO) >= 0.9
-    assert simulated(requests, prefill - 1, decode).attainment(SLO) < 0.9
-    assert simulated(requests, prefill, decode - 1).attainment(SLO) < 0.9
-    scaled = simulated(requests, 4, 4, scales=True)
+    scaled = simulated(requests, *best, scales=True)
     assert scaled.recorder.num_finished == len(requests)
     assert scaled.attainment(SLO) >= 0.9
-    cost = sum(scaled.worker_seconds.values()) / sum(fixed.worker_seconds.values())
-    assert cost <= most
+    assert cost(scaled) <= most_cost * cost(fixed)
+    assert turns(scaled) <= most_turns * scaled.duration / 3600, scaled.sizes
 
 
-def test_it_does_not_flap() -> None:
-    for rate, most in ((flat, 2), (waves, 4)):
-        for sizes in simulated(trace(rate), 4, 4, scales=True).sizes.values():
-            steps = [after - before for (_, before), (_, after) in pairwise(sizes)]
-            turns = sum(one * other < 0 for one, other in pairwise(steps))
-            assert turns <= most, sizes
+# One worker too many, of 4, for as long as nobody knows: a quarter. Waves turn eight times an
+# hour in each pool by themselves.
+@pytest.mark.parametrize(
+    ("rate", "best", "most_cost", "most_turns"),
+    [
+        (flat(6), (2, 2), 1.15, 6),
+        (flat(13), (4, 3), 1.06, 3),
+        (waves, (6, 4), 1.1, 16),
+    ],
+)
+def test_it_holds_the_slo_at_about_the_cost_of_the_best_fixed_size(
+    rate: Callable[[float], float], best: tuple[int, int], most_cost: float, most_turns: int
+) -> None:
+    requests, (prefill, decode) = trace(rate), best
+    few = requests[: len(requests) // 2]
+    assert simulated(few, prefill - 1, decode).attainment(SLO) < 0.9
+    assert simulated(few, prefill, decode - 1).attainment(SLO) < 0.9
+    check_row(requests, best, most_cost, most_turns)
+
+
+@pytest.mark.parametrize(
+    ("name", "best", "most_cost", "most_turns"),
+    [("azure2023_conv", (3, 3), 1.06, 4), ("azure2023_code", (11, 2), 1.12, 10)],
+)
+def test_a_real_trace_costs_at_most_a_little_more_than_hindsight(
+    name: str, best: tuple[int, int], most_cost: float, most_turns: int
+) -> None:
+    """Hours of Azure's services in 2023. The code trace is bursts of seconds, shorter than a
+    start: what they missed is remembered."""
+    check_row(recorded(name), best, most_cost, most_turns)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rate", "best", "most_cost", "most_turns"),
+    [
+        (flat(6), (2, 2), 1.15, 6),
+        (flat(12), (4, 3), 1.05, 3),
+        (flat(13), (4, 3), 1.05, 3),
+        (flat(17), (5, 4), 1.15, 3),
+        (waves, (6, 4), 1.1, 16),
+    ],
+)
+def test_an_hour(
+    rate: Callable[[float], float], best: tuple[int, int], most_cost: float, most_turns: int
+) -> None:
+    """`make test-autoscaling`."""
+    check_row(trace(rate, 3600), best, most_cost, most_turns)
 
 
 def test_a_burst_is_answered_and_given_back() -> None:
-    requests = trace(lambda at: 20 if 400 < at < 700 else 8)
+    requests = trace(lambda at: (20 if 400 < at < 600 else 8) if at < 700 else 1, 2900)
     result = simulated(requests, 3, 3, scales=True)
     assert result.recorder.num_finished == len(requests)
     for name, sizes in result.sizes.items():
         during = max(size for start, size in sizes if start < 700)
         assert during > 3, name
-        assert sizes[-1][1] <= during // 2, name
-        # The first step up comes within seconds.
-        assert min(start for start, size in sizes if size > 3) < 430
+        # More than a tenth of half an hour's prompts were late: so long it is remembered.
+        assert sizes[-1][1] <= during // 4, name
+    # The first step up comes within seconds; decode gets more when prefill does.
+    first = {n: min(at for at, size in sizes if size > 3) for n, sizes in result.sizes.items()}
+    assert first["prefill"] < 410 and first["decode"] < 450
 
 
-def test_a_pool_settles_on_a_level_and_gives_up_where_that_was_too_few() -> None:
-    """An hour of a flat load: a step down that has to be taken back is tried more and more
-    seldom."""
-    dice, now, requests = random.Random(3), 0.0, []
-    while now < 3600:
-        now += dice.expovariate(6)
-        requests.append(TraceRequest(now, int(min(6000, dice.lognormvariate(6.8, 0.6))) + 1, 60))
-    result = simulated(requests, 4, 2, scales=True)
-    assert result.attainment(SLO) >= 0.9
-    changes = [at for at, _ in result.sizes["prefill"][1:]]
-    assert sum(at > 1800 for at in changes) <= 2, result.sizes
-    assert result.worker_seconds["prefill"] / result.duration < 3
-
-
-def test_a_real_trace_costs_at_most_a_little_more_than_hindsight() -> None:
-    """The hour of the Azure conversation trace of 2023; 3 + 3 is what `study` finds for it."""
-    path = TRACES / "azure2023_conv.csv.gz"
-    if not path.exists():
-        pytest.skip(f"no trace at {path}")
-    requests = list(load_trace(path).requests)
-    fixed = simulated(requests, 3, 3)
-    assert fixed.attainment(SLO) >= 0.9
-    scaled = simulated(requests, 3, 3, scales=True)
-    assert scaled.attainment(SLO) >= 0.9
-    assert sum(scaled.worker_seconds.values()) <= 1.15 * sum(fixed.worker_seconds.values())
+def test_what_waits_in_the_router_is_seen() -> None:
+    """One decode worker is full: prompts wait in the router, though prefill has nothing to do."""
+    dice, now, requests = random.Random(5), 0.0, []
+    while now < 240:
+        now += dice.expovariate(8)
+        requests.append(TraceRequest(now, 64, 300))
+    result = simulated(requests, 2, 1, scales=True)
+    assert max(size for _, size in result.sizes["decode"]) >= 4
+    assert max(size for _, size in result.sizes["prefill"]) == 2
 
 
 def shifting(seconds: float) -> list[TraceRequest]:
@@ -154,15 +198,15 @@ def test_workers_that_may_change_their_role_follow_a_changing_ratio_with_fewer_s
     assert not any(stay.num_switched.values())
     assert all(move.num_switched.values())
     assert sum(move.num_started.values()) < sum(stay.num_started.values())
-    # Five minutes after each turn both have the same pools.
-    assert move.attainment(SLO) >= stay.attainment(SLO) - 0.02
-    assert sum(move.worker_seconds.values()) <= 1.02 * sum(stay.worker_seconds.values())
+    # What has moved away has to come back.
+    assert move.attainment(SLO) >= stay.attainment(SLO) - 0.03
+    assert cost(move) <= 0.95 * cost(stay)
 
 
 def test_a_study_finds_the_least_fixed_size_and_what_following_costs() -> None:
-    few = Trace(tuple(trace(flat)[:1500]))
+    few = Trace(tuple(trace(flat(12))[:1500]))
     start, goal = Layout(Pool(1), Pool(1)), Goal(SLO)
-    result = study(start, MACHINE, few, goal, Bounds(1, 8), Options(switches=True))
+    result = study(start, MACHINE, few, goal, Bounds(1, 8), Options(switches=True, holds_back=True))
     assert result.fixed is not None and result.fixed.prefill and result.fixed.decode
     prefill, decode = result.fixed.prefill.replicas, result.fixed.decode.replicas
     for sizes, holds in (((0, 0), True), ((1, 0), False), ((0, 1), False)):
@@ -179,9 +223,9 @@ def test_a_study_finds_the_least_fixed_size_and_what_following_costs() -> None:
 
 
 def test_a_goal_that_no_size_meets_is_said() -> None:
-    few = Trace(tuple(trace(flat)[:600]))
+    few = Trace(tuple(trace(flat(12))[:600]))
     start, goal = Layout(Pool(1), Pool(1)), Goal(SLO)
-    result = study(start, MACHINE, few, goal, Bounds(1, 2), Options())
+    result = study(start, MACHINE, few, goal, Bounds(1, 2), Options(holds_back=True))
     assert result.fixed is None
     text = as_text(as_dict(result, goal, None))
     assert "No fixed size of at most 2 workers a pool meets the goal" in text

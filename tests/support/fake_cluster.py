@@ -18,6 +18,7 @@ class FakeCluster:
         self.everyone: list[FakeWorker] = []
         self.controller = ""
         self._hand_overs = HandOvers()
+        self.queue_reports: list[cluster_pb2.QueueReport] = []
         self._watchers: set[asyncio.Queue[None]] = set()
         self._server = make_server()
         self._version = 0
@@ -92,3 +93,7 @@ class _Controller(cluster_pb2_grpc.ClusterServiceServicer):
                     continue
         finally:
             self._cluster._watchers.discard(queue)
+
+    async def ReportQueue(self, request, context) -> cluster_pb2.QueueReportResponse:
+        self._cluster.queue_reports.append(request)
+        return cluster_pb2.QueueReportResponse()
