@@ -6,7 +6,7 @@ import pytest
 
 from core.errors import OverloadedError
 from router.placement.turnstile import Estimate, Turnstile
-from support.fake_workers import eventually
+from support.waiting import eventually
 
 
 class Full:
