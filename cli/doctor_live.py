@@ -25,9 +25,23 @@ def check_deployment(url: str) -> Iterator[Finding]:
     except PdserveError as error:
         yield Finding(Verdict.BAD, error.message, "pdserve logs router, if it runs here")
         return
+    yield from check_controller(cluster)
     yield from check_workers(cluster.get("workers", []))
     yield from check_pairs(cluster.get("workers", []))
     yield from check_clock_of(url, date, time.time())
+
+
+def check_controller(cluster: dict[str, Any]) -> Iterator[Finding]:
+    """By the word of the router, which hears from it every 5 s."""
+    where = f"the controller at {cluster.get('controller')}"
+    if cluster.get("controller_reachable", True):
+        yield Finding(Verdict.GOOD, f"the router hears from {where}")
+    else:
+        yield Finding(
+            Verdict.BAD, f"the router does not hear from {where}",
+            "requests go on, but no worker is replaced; pdserve logs controller. Ray starts it "
+            "again by itself; where its machine is gone: pdserve up",
+        )  # fmt: skip
 
 
 def check_workers(workers: list[dict[str, Any]]) -> Iterator[Finding]:

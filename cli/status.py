@@ -21,6 +21,11 @@ def print_cluster(cluster: dict[str, Any], url: str) -> None:
     workers = cluster.get("workers", [])
     ready = sum(worker.get("state") == "ready" for worker in workers)
     console.print(f"{url}: {ready} of {len(workers)} workers ready", markup=False)
+    if not cluster.get("controller_reachable", True):
+        console.print(
+            f"the controller is away, last at {cluster.get('controller')}: requests go on, no "
+            "worker is replaced", style="yellow", markup=False, soft_wrap=True,
+        )  # fmt: skip
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in _COLUMNS:
         table.add_column(column, justify="right" if column in _RIGHT else "left", no_wrap=True)

@@ -30,6 +30,7 @@ def cluster_view(registry: Registry, mode: str, model: str) -> dict[str, Any]:
         "model": model,
         "ready": registry.can_serve(),
         "controller": registry.controller,
+        "controller_reachable": registry.hears_controller,
         "workers": [_worker(registry, entry) for entry in entries],
     }
 

@@ -38,6 +38,7 @@ class Registry:
         self.on_room: Callable[[], None] = lambda: None
         self._retired: set[Worker] = set()
         self.controller = controller  # where it is, as far as is known
+        self.hears_controller = False
         self._first_controller = controller
         self._failures = 0  # to hear of it, in a row
         self._changed = asyncio.Event()
@@ -186,7 +187,7 @@ class Registry:
                             break
                         if self._failures:
                             logger.info("the controller is at %s", self.controller)
-                        self._failures = 0
+                        self._failures, self.hears_controller = 0, True
                         self.apply(view)
                     reason = "it ended the stream"
                 except grpc.aio.AioRpcError as error:
@@ -195,6 +196,7 @@ class Registry:
                     reason = "no word from it"
                 finally:
                     views.cancel()
+                    self.hears_controller = False
                 if self._failures == 0:
                     logger.warning("the controller is lost (%s); the last view stands", reason)
                 await asyncio.sleep(_BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)])

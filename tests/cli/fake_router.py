@@ -9,6 +9,8 @@ from pathlib import Path
 from core.config import load_config
 
 CLUSTER = {
+    "controller": "127.0.0.1:7",
+    "controller_reachable": True,
     "workers": [
         {
             "id": "prefill-0",

@@ -9,6 +9,7 @@ import pytest
 
 import cli.client
 import cli.up
+from cli.status import print_cluster
 from core.config import load_config
 
 ROOT = Path(__file__).parent.parent.parent
@@ -112,6 +113,13 @@ def test_status_is_a_table(pdserve, router_url):
                                "(cma)"]  # fmt: skip
     assert decode.split()[:3] == ["decode-0", "decode", "starting"]
     assert why == "decode-0: waiting for resources"
+
+
+def test_status_says_that_the_controller_is_away(capsys):
+    cluster = {"controller": "192.0.2.1:8002", "controller_reachable": False}
+    print_cluster(cluster, "http://x")
+    said = capsys.readouterr().out
+    assert "the controller is away, last at 192.0.2.1:8002: requests go on" in said
 
 
 def test_status_json_is_what_the_router_says(pdserve, router_url):

@@ -5,7 +5,7 @@ import pytest
 
 from cli import doctor
 from cli.doctor import read_probe
-from cli.doctor_live import check_clock_of, check_pairs, check_workers
+from cli.doctor_live import check_clock_of, check_controller, check_pairs, check_workers
 from cli.findings import Verdict
 from core.config import load_config
 
@@ -73,8 +73,19 @@ def test_a_running_deployment_is_examined_too(pdserve, router_url, monkeypatch):
     monkeypatch.setattr(doctor, "_LEAST_SHM", 0)
     result = pdserve("doctor", "--url", router_url)
     assert result.exit_code == 0, result.output
-    for expected in ("1 of 2 workers are ready", "decode-0 is starting", "agrees with this one"):
+    for expected in (
+        "hears from the controller at 127.0.0.1:7",
+        "1 of 2 workers are ready",
+        "decode-0 is starting",
+        "agrees with this one",
+    ):
         assert expected in result.stdout
+
+
+def test_a_controller_that_is_away_is_a_problem():
+    (finding,) = check_controller({"controller": "192.0.2.1:8002", "controller_reachable": False})
+    assert finding.verdict is Verdict.BAD
+    assert "does not hear from the controller at 192.0.2.1:8002" in finding.what
 
 
 def test_a_router_that_does_not_answer_is_a_problem(pdserve):

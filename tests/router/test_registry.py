@@ -207,6 +207,10 @@ async def test_a_controller_that_comes_back_elsewhere_is_found_by_the_workers_wo
     assert (await router.complete("hello", max_tokens=4))["choices"][0]["text"] == TEXT
     view = (await router.http.get("/cluster")).json()
     assert view["controller"] == router.cluster.controller
+    assert view["controller_reachable"]
+    await router.cluster.stop_controller()
+    await eventually(lambda: not registry.hears_controller)
+    assert not (await router.http.get("/cluster")).json()["controller_reachable"]
 
 
 async def test_a_stalled_engine_gets_nothing_new(router_2p2d):
