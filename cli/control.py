@@ -80,17 +80,21 @@ def run_operation(
     target: Target,
     call: Callable[[cluster_pb2_grpc.ClusterServiceStub], AsyncIterator[pb.OperationEvent]],
     reporter: Reporter,
-) -> None:
-    """Tells what the operation says, until it has ended. Ctrl-C ends the telling alone."""
+) -> bool:
+    """Tells what the operation says, until it has ended; returns whether it said anything. Ctrl-C
+    ends the telling alone."""
 
-    async def run() -> None:
+    async def run() -> bool:
+        has_said = False
         async with controller(target) as stub:
             async for event in call(stub):
                 if event.text:
+                    has_said = True
                     reporter.done(event.text)
+        return has_said
 
     try:
-        asyncio.run(run())
+        return asyncio.run(run())
     except KeyboardInterrupt:
         reporter.warn("the operation goes on without you; `pdserve status` shows where it is")
         raise

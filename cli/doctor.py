@@ -130,7 +130,7 @@ def read_probe(output: str) -> Iterator[Finding]:
     lines = [line for line in output.splitlines() if line.startswith("PROBE ")]
     if not lines:
         words = " ".join(output.split())[-200:]
-        advice = "reinstall them: pip install --force-reinstall 'pdserve[worker]'"
+        advice = "install them again, in pdserve's folder: make clean install"
         yield Finding(Verdict.BAD, f"torch or NIXL crashed: {words}", advice)
         return
     said = json.loads(lines[-1].removeprefix("PROBE "))

@@ -82,7 +82,7 @@ def check_pairs(workers: list[dict[str, Any]]) -> Iterator[Finding]:
                 "start both with one file, one model and one version: pdserve rollout",
             )
     if pairs and not parted:
-        yield Finding(Verdict.GOOD, f"KV can pass between all {len(pairs)} pairs of workers")
+        yield Finding(Verdict.GOOD, f"KV can pass between the workers of every pair ({len(pairs)})")
 
 
 def _difference(name: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:

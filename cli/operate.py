@@ -54,7 +54,9 @@ def scale(
         from rpc import cluster_pb2 as pb
 
         request = pb.ScaleRequest(replicas=parse_replicas(wishes))
-        run_operation(find_controller(controller), lambda stub: stub.Scale(request), reporter)
+        target = find_controller(controller)
+        if not run_operation(target, lambda stub: stub.Scale(request), reporter):
+            reporter.done("Nothing to change")
 
 
 def drain(

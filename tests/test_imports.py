@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "dual_worker": {"core", "rpc", "worker", "prefill_worker", "decode_worker"},
     "router": {"core", "rpc"},
     "cluster": {"core", "rpc", "router", *WORKERS},
-    "loadgen": {"core", "rpc"},
+    "loadgen": {"core"},
     "planner": {"core", "engine", "router", "loadgen", "cluster"},
     "cli": {"core", "rpc", "engine", "kv_transfer", "router", "cluster", "loadgen", "planner"}
     | WORKERS,
@@ -32,7 +32,7 @@ HEAVY = {
     "ray": {"cluster"},
     "torch": {"engine", "kv_transfer", *WORKERS},
     "nixl": {"kv_transfer"},
-    "grpc": {"rpc", "kv_transfer", "router", "cluster", "cli", "loadgen", *WORKERS},
+    "grpc": {"rpc", "kv_transfer", "router", "cluster", "cli", *WORKERS},
     "transformers": set(),
 }
 

@@ -14,6 +14,7 @@ def test_a_running_deployment_is_changed_by_the_command(start_up, pdserve, confi
     result = pdserve("scale", "prefill=2")
     assert result.exit_code == 0, result.output
     assert "prefill-1 is ready" in result.stdout
+    assert "Nothing to change" in pdserve("scale", "prefill=2").stdout
 
     text = config_file.read_text()
     config_file.write_text(text + "pools: {prefill: {replicas: 1}, decode: {replicas: 2}}\n")
