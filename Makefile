@@ -106,6 +106,9 @@ bench-interference: $(VENV)/.installed ## Measure what long prompts do to stream
 bench-kv: $(VENV)/.installed ## Measure the bandwidth of the KV transports
 	$(BIN)/python benchmarks/kv_bandwidth.py $(ARGS)
 
+bench-overhead: $(VENV)/.installed ## Measure what router, gRPC and Python add to a step of 16 streams
+	$(BIN)/python -m benchmarks.overhead $(ARGS)
+
 bench-router: $(VENV)/.installed ## Measure what the router adds, and how many streams a core carries
 	$(BIN)/python benchmarks/router.py $(ARGS)
 
