@@ -1,5 +1,7 @@
 """core types <-> protobuf messages. The only place that knows both."""
 
+from typing import Any
+
 from core import types
 from core.errors import RequestError
 from rpc import worker_pb2 as pb
@@ -38,6 +40,17 @@ _GRAMMARS_BACK = {value: key for key, value in _GRAMMARS.items()}
 _POOLINGS_BACK = {value: key for key, value in _POOLINGS.items()}
 
 
+# Of SamplingParams: what has one name and one meaning on both sides.
+_ALIKE = (
+    "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed",
+    "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
+
+
+def _alike(sampling: types.SamplingParams | pb.SamplingParams) -> dict[str, Any]:
+    return {name: getattr(sampling, name) for name in _ALIKE}
+
+
 def role_to_pb(role: types.Role) -> pb.Role:
     return _ROLES[role]
 
@@ -71,16 +84,7 @@ def request_to_pb(request: types.GenerationRequest) -> pb.GenerationRequest:
         cache_salt=request.cache_salt,
         client_request_id=request.client_request_id,
         sampling=pb.SamplingParams(
-            max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            repetition_penalty=sampling.repetition_penalty,
+            **_alike(sampling),
             logit_bias=sampling.logit_bias,
             stop_token_ids=sampling.stop_token_ids,
             pooling=_POOLINGS[sampling.pooling],
@@ -115,16 +119,7 @@ def request_from_pb(message: pb.GenerationRequest) -> types.GenerationRequest:
         cache_salt=message.cache_salt,
         client_request_id=message.client_request_id,
         sampling=types.SamplingParams(
-            max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            repetition_penalty=sampling.repetition_penalty,
+            **_alike(sampling),
             logit_bias=dict(sampling.logit_bias),
             logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
             stop_token_ids=tuple(sampling.stop_token_ids),

@@ -234,6 +234,15 @@ async def running_pair(config: Config, decode_config: Config | None = None) -> A
         await pair.close()
 
 
+async def serves(pair: Pair, seed: int = 77) -> None:
+    """A request that nothing disturbs, against the oracle."""
+    answer = await pair.generate(request(prompt(100, seed), cache_salt="next"))
+    alone = await pair.alone(request(prompt(100, seed), cache_salt="oracle"))
+    assert answer.error is None, answer.error
+    assert answer.tokens == alone.tokens
+    await pair.wait_idle()
+
+
 class FaultyTransfer(KVTransfer):
     """The fault shim on the KV path: a real transport, disturbed. `on_pull` may wait, raise, or
     change the local blocks after the copy (by returning a function that does)."""

@@ -28,17 +28,12 @@ from support.pair import (
     prompt,
     request,
     running_pair,
+    serves,
     start_worker,
     stop_worker,
 )
 
 NUM_TOKENS = 100  # 13 blocks in 4 chunks
-
-
-async def serves(pair: Pair) -> None:
-    answer = await pair.generate(request(prompt(NUM_TOKENS, 77), cache_salt="next"))
-    alone = await pair.alone(request(prompt(NUM_TOKENS, 77), cache_salt="oracle"))
-    assert answer.error is None and answer.tokens == alone.tokens
 
 
 async def error_of(call: Any) -> PdserveError:

@@ -29,6 +29,7 @@ from support.pair import (
     prompt,
     request,
     running_pair,
+    serves,
     start_worker,
 )
 
@@ -49,15 +50,6 @@ async def proxied(pair: Pair) -> AsyncIterator[FaultyProxy]:
         assert proxy.num_connections > 0
     finally:
         await proxy.close()
-
-
-async def serves(pair: Pair, seed: int = 77) -> None:
-    """A request that nothing disturbs, against the oracle."""
-    answer = await pair.generate(request(prompt(NUM_TOKENS, seed), cache_salt="next"))
-    alone = await pair.alone(request(prompt(NUM_TOKENS, seed), cache_salt="oracle"))
-    assert answer.error is None, answer.error
-    assert answer.tokens == alone.tokens
-    await pair.wait_idle()
 
 
 def is_right_or_failed(answer: Answer, tokens: list[int]) -> bool:
