@@ -14,14 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from rpc import inference_pb2 as pb
 from rpc import inference_pb2_grpc
-from support.live import PDSERVE, deployment
-
-
-def shm_files() -> set[str]:
-    """Shared memory of the kinds that a deployment makes: other programs of this machine come
-    and go meanwhile."""
-    kinds = ("ucx", "nixl", "plasma", "ray", "torch", "psm")
-    return {name for name in os.listdir("/dev/shm") if any(kind in name for kind in kinds)}
+from support.live import PDSERVE, deployment, shm_files
 
 
 def test_whole_life(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 from support.byte_model import save_byte_model
-from support.live import PDSERVE, Live, deployment, wait_until
+from support.live import PDSERVE, Live, deployment, shm_files, wait_until
 from support.ray_nodes import Nodes, ray_nodes
 from support.sse import is_done, stream_body
 
@@ -50,8 +50,11 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def nodes(folder: Path) -> Iterator[Nodes]:
+    """At the end no shared memory is left of them, nor of workers that were killed."""
+    before = shm_files()
     with ray_nodes(folder) as nodes:
         yield nodes
+    assert shm_files() <= before
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,13 @@ def wait_until(condition: Any, timeout_s: float = 30.0, what: str = "") -> Any:
         time.sleep(0.05)
 
 
+def shm_files() -> set[str]:
+    """Shared memory of the kinds that a deployment makes: other programs of this machine come
+    and go meanwhile."""
+    kinds = ("ucx", "nixl", "plasma", "ray", "torch", "psm")
+    return {name for name in os.listdir("/dev/shm") if any(kind in name for kind in kinds)}
+
+
 class Live:
     """One running deployment, seen from outside."""
 
