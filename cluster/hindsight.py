@@ -2,11 +2,15 @@
 
 from collections import defaultdict, deque
 
+_LATE_ENOUGH = 20.0  # times what may wait
+_NOTHING = 1e-6  # what rounding leaves of sums that go up and down
+
 
 class VirtualQueues:
     """The prompt tokens that would wait now, had the pool had 1, 2, 3 ... workers: what arrived,
-    less what so many can compute. A longer queue never stands behind more workers; sizes at which
-    nothing would wait are not kept."""
+    less what so many can compute. Sizes at which nothing would wait are not kept. No queue is
+    longer than some times what may wait: a size that was too small for hours is not so for hours
+    after."""
 
     def __init__(self, most: int) -> None:
         """`most`: workers that the pool may have."""
@@ -21,6 +25,7 @@ class VirtualQueues:
         for size in range(1, self._most + 1):
             before = self._tokens[size - 1] if size <= len(self._tokens) else 0.0
             after = max(0.0, before + arrived - size * each)
+            after = min(after, size * may_wait * _LATE_ENOUGH)
             if not before and not after:
                 break
             tokens.append(after)
@@ -75,6 +80,3 @@ class RecentSizes:
             if left < -_NOTHING:
                 return size
         return 0
-
-
-_NOTHING = 1e-6  # what rounding leaves of sums that go up and down

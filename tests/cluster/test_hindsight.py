@@ -18,6 +18,14 @@ def test_the_least_size_is_the_one_whose_queue_stays_short() -> None:
     assert queues.advance(0, 1000, 500) == 1
 
 
+def test_hours_of_too_few_are_soon_forgotten() -> None:
+    queues = VirtualQueues(most=8)
+    assert [queues.advance(5000, 1000, 500) for _ in range(2000)][-1] == 5
+    for _ in range(20):  # at most 20 times 500 tokens a worker are remembered
+        queues.advance(0, 1000, 500)
+    assert queues.advance(0, 1000, 500) == 1
+
+
 def test_more_than_may_be_had_is_said_and_costs_no_more() -> None:
     queues = VirtualQueues(most=4)
     assert queues.advance(10**9, 1000, 500) == 5

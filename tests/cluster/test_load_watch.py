@@ -1,10 +1,13 @@
 """What the routers say of their queues is load of the pools."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from cluster import load_watch
 from cluster.autoscaler import RouterQueue
 from cluster.load_watch import LoadWatch, QueueWatch
+from cluster.service import ClusterService
 from cluster.view import ViewPublisher
 from rpc import cluster_pb2 as pb
 
@@ -58,3 +61,10 @@ def test_routers_that_come_and_go_are_not_remembered_without_end(clock) -> None:
     for index in range(5000):
         queues.note(report(f"router {index}", 1, 10))
     assert queues.look().queue.prompts == load_watch._MAX_ROUTERS
+
+
+async def test_the_controllers_service_takes_reports() -> None:
+    queues = QueueWatch()
+    service = ClusterService(SimpleNamespace(operations=None, queues=queues))
+    await service.ReportQueue(report("a", 2, 20), None)
+    assert queues.look().queue.tokens == 20

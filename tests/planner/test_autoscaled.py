@@ -42,6 +42,10 @@ def waves(at_s: float) -> float:
     return 6 + 14 * (0.5 - 0.5 * math.cos(2 * math.pi * at_s / 900))
 
 
+def falling(at_s: float) -> float:
+    return 16 - 14 * at_s / 3600
+
+
 def trace(rate: Callable[[float], float], seconds: int = 1200) -> list[TraceRequest]:
     """Random arrivals at a changing rate, lengths from log-normal distributions."""
     dice, now, requests = random.Random(7), 0.0, []
@@ -140,9 +144,10 @@ def test_a_real_trace_costs_at_most_a_little_more_than_hindsight(
     [
         (flat(6), (2, 2), 1.15, 6),
         (flat(12), (4, 3), 1.05, 3),
-        (flat(13), (4, 3), 1.05, 3),
+        (flat(13), (4, 3), 1.05, 6),
         (flat(17), (5, 4), 1.15, 3),
         (waves, (6, 4), 1.1, 16),
+        (falling, (5, 4), 0.8, 2),
     ],
 )
 def test_an_hour(
