@@ -298,7 +298,7 @@ class Autoscaler:
         counts = [w.requests_running + w.requests_waiting for w in load.workers]
         # With fewer workers steps are longer, and so do sequences stay: tokens a second count.
         # Where that is more than fits, it is sequences that pile up.
-        use = sum(n / most * max(1.0, pace(most) / pace(n)) for n in counts)
+        use = sum(n / most * max(1.0, pace(most) / pace(n)) for n in counts if n)
         if all(n >= w.max_num_seqs for n, w in zip(counts, load.workers, strict=True)):
             use += load.queue.prompts / most  # the routers hold them back for one of these
         if load.seconds > 0:

@@ -133,6 +133,15 @@ def test_sequences_that_wait_count_and_without_a_target_the_batch_is_the_limit()
     assert decode(free).decide(0.0, 1, load).replicas == 2  # 29 at 14.4 a worker: growth by one
 
 
+def test_steps_whose_time_is_all_sequences_are_measured_steps() -> None:
+    """0.002 s a sequence and nothing else: 15 fit; two workers have nothing to do."""
+    busy = replace(IDLE, requests_running=15, decode_step_seconds=0.0, decode_sequence_seconds=2e-3)
+    idle = replace(busy, requests_running=0)
+    for workers, expected in (([idle] * 2, 2), ([busy, busy, idle], 3), ([busy] * 2, 2)):
+        load = PoolLoad(workers, 2.0)
+        assert decode().decide(0.0, len(workers), load).replicas == expected
+
+
 def test_growth_is_bounded_in_size_and_pace() -> None:
     scaler = decode()
     busy = pool(1, requests_running=16, requests_waiting=200)
