@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.planner_side_by_side import TOLERANCE, Figure, side_by_side
 from cli.bench_options import LoadOptions, run_async
 from cli.deployed import Deployed, deployed
 from cli.profile import describe
@@ -24,7 +25,6 @@ from core.errors import PdserveError
 from loadgen.benchmark import Service, measure, prepare
 from loadgen.record import RequestRecord
 from loadgen.report import write_json
-from planner.live import TOLERANCE, Figure, side_by_side
 from planner.measure import Measurer, Samples
 from planner.profile import Profile, profile_of, save_profile
 

@@ -1,5 +1,6 @@
 """Splitwise's claim: pools of two kinds of machines at equal cost or power."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,35 @@ from planner.hardware import find_hardware, find_model, kv_capacity
 from planner.layout import Layout, Pool
 from planner.result import Result, percentile
 from planner.simulate import Machine, simulate
-from planner.step_model import TableModel
 from planner.trace import Trace, TraceRequest, load_trace, sampled
 
 # Times of a request alone on an A100 machine, times these, at p50, p90 and p99 (the paper's SLO).
 _TTFT_SLACK, _ITL_SLACK = (2.0, 3.0, 6.0), (1.25, 1.5, 5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TableModel:
+    """Measured points with straight lines between them; beyond the last one the line goes on.
+
+    `prefill`: (prompt tokens, seconds). `decode`: (batch, seconds), whatever the context."""
+
+    prefill_points: Sequence[tuple[float, float]]
+    decode_points: Sequence[tuple[float, float]]
+
+    def step(self, new: int, pairs: float, batch: int, kv: int) -> float:
+        fixed = self.decode(batch)[0] if batch else 0.0
+        return max(_interpolate(self.prefill_points, new + batch), fixed) if new else fixed
+
+    def decode(self, batch: int) -> tuple[float, float]:
+        return _interpolate(self.decode_points, batch), 0.0
+
+
+def _interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
+    right = min(max(bisect_left(points, (x, 0.0)), 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    if x <= x0:
+        return y0  # nothing is faster than the smallest that was measured
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,6 @@ A step computes `new` prompt tokens and one token for each of `batch` decoding s
     decode attention   grows with `kv`: the tokens that the decoding sequences attend to
 """
 
-from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,28 +90,3 @@ class RooflineModel:
             each = moved / self.hardware.peer_bandwidth + self.hardware.peer_latency
             seconds += 2 * shape.num_layers * each
         return seconds
-
-
-@dataclass(frozen=True, slots=True)
-class TableModel:
-    """Measured points with straight lines between them; beyond the last one the line goes on.
-
-    `prefill`: (prompt tokens, seconds). `decode`: (batch, seconds), whatever the context."""
-
-    prefill_points: Sequence[tuple[float, float]]
-    decode_points: Sequence[tuple[float, float]]
-
-    def step(self, new: int, pairs: float, batch: int, kv: int) -> float:
-        fixed = self.decode(batch)[0] if batch else 0.0
-        return max(_interpolate(self.prefill_points, new + batch), fixed) if new else fixed
-
-    def decode(self, batch: int) -> tuple[float, float]:
-        return _interpolate(self.decode_points, batch), 0.0
-
-
-def _interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
-    right = min(max(bisect_left(points, (x, 0.0)), 1), len(points) - 1)
-    (x0, y0), (x1, y1) = points[right - 1], points[right]
-    if x <= x0:
-        return y0  # nothing is faster than the smallest that was measured
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)

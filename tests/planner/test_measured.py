@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.planner_side_by_side import side_by_side, trace_of
 from cli.main import app
 from core.config import parse_config
 from core.errors import ConfigError, UnavailableError
@@ -15,7 +16,6 @@ from loadgen.benchmark import Prepared
 from loadgen.client import Target
 from loadgen.prompt import TokenPrompts
 from loadgen.record import RequestRecord
-from planner.live import side_by_side, trace_of
 from planner.machines import build
 from planner.measure import Measurer
 from planner.profile import Profile, load_profile, profile_of, save_profile
