@@ -30,7 +30,7 @@ PACKED_FOR_ROWS = 64
 MAX_ROWS = 32
 _FLAGS = [
     "-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp",
-    "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16",
+    "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mavx512vnni",
 ]  # fmt: skip
 _COMPILE_SECONDS = 60
 # As in the sources.

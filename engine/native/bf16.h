@@ -11,6 +11,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <vector>
+
 namespace pdserve {
 
 constexpr long TILE = 64;  // output channels of a tile
@@ -68,18 +70,13 @@ inline __m512 silu_ps(__m512 x) {
     return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.f), e));
 }
 
-// Quantised weights become 16 channels x 2 inputs of bfloat16 in registers, as in a plain tile.
-// `at_group` comes before the loads of each GROUP inputs. `load` gives whole numbers, to which
-// `add_group` applies what the group has of its own; `load_whole` gives the weights themselves.
+// Quantised weights are read 16 channels x 2 inputs at a time. `load` gives whole numbers of 16 bits
+// for products with few rows; `at_group` comes before `add_group`, which applies what a group of
+// GROUP inputs has of its own. `load_whole` gives bfloat16 as in a plain tile, after `at_group`.
 
 inline __m512i pairs(__m512i even, __m512i odd) {  // float bits: the upper halves
     __m512i high = _mm512_and_si512(odd, _mm512_set1_epi32(0xFFFF0000));
     return _mm512_or_si512(_mm512_srli_epi32(even, 16), high);
-}
-
-inline float sum_of_group(const uint16_t* x) {
-    __m512i values = _mm512_loadu_si512(x), ones = _mm512_set1_epi16(0x3F80);
-    return _mm512_reduce_add_ps(multiply_pairs(_mm512_setzero_ps(), values, ones));
 }
 
 struct Int8 {  // tiles [out / 64, in / 2, 64, 2]; whole numbers, exact in bfloat16
@@ -88,11 +85,15 @@ struct Int8 {  // tiles [out / 64, in / 2, 64, 2]; whole numbers, exact in bfloa
         : tile(static_cast<const int8_t*>(tiles) + channel * inputs) {}
     static constexpr bool HAS_MIDPOINT = false;
     void at_group(long, int) {}
-    __m512 add_group(__m512 sum, __m512 group, float) const { return _mm512_add_ps(sum, group); }
-    __m512i load_whole(long i, int v) const { return load(i, v); }
-    __m512i load(long i, int v) const {
-        auto from = reinterpret_cast<const __m256i*>(tile + i * TILE + 32 * v);
-        __m512i both = _mm512_cvtepi16_epi32(_mm256_loadu_si256(from));
+    __m512 add_group(__m512 sum, __m512 group, float x_scale, float) const {
+        return _mm512_fmadd_ps(group, _mm512_set1_ps(x_scale), sum);
+    }
+    __m256i bytes(long i, int v) const {
+        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(tile + i * TILE + 32 * v));
+    }
+    __m512i load(long i, int v) const { return _mm512_cvtepi8_epi16(bytes(i, v)); }
+    __m512i load_whole(long i, int v) const {
+        __m512i both = _mm512_cvtepi16_epi32(bytes(i, v));
         __m512i even = _mm512_srai_epi32(_mm512_slli_epi32(both, 24), 24);
         __m512 odd = _mm512_cvtepi32_ps(_mm512_srai_epi32(both, 8));
         return pairs(_mm512_castps_si512(_mm512_cvtepi32_ps(even)), _mm512_castps_si512(odd));
@@ -101,41 +102,32 @@ struct Int8 {  // tiles [out / 64, in / 2, 64, 2]; whole numbers, exact in bfloa
 
 struct Int4 {  // tiles [out / 64, in / 2, 64]: an even input, above it the odd one
     const uint8_t* tile;
-    const uint16_t* scales;  // [out / 64, in / 32, 2, 64]: scales, then midpoints
-    __m512 scale, midpoint;
-    __m512i table;  // of a nibble: (nibble - 8) in bfloat16, twice
-    static constexpr bool HAS_MIDPOINT = true;
+    const uint16_t* scales;  // [out / 64, in / 32, 2, 64]: scales, then midpoints, of nibble 8
+    __m512 scale, zero;      // zero: what nibble 0 stands for
     Int4(const void* tiles, const uint16_t* all, long channel, long inputs)
         : tile(static_cast<const uint8_t*>(tiles) + channel * inputs / 2),
-          scales(all + channel * inputs / GROUP * 2) {
-        uint16_t numbers[32];
-        for (int i = 0; i < 32; i++) {
-            float number = i % 16 - 8;
-            memcpy(&numbers[i], reinterpret_cast<char*>(&number) + 2, 2);
-        }
-        table = _mm512_loadu_si512(numbers);
-    }
+          scales(all + channel * inputs / GROUP * 2) {}
+    static constexpr bool HAS_MIDPOINT = true;
     void at_group(long group, int v) {
         const uint16_t* from = scales + group * 2 * TILE + 16 * v;
         scale = load_bf16(from);
-        midpoint = load_bf16(from + TILE);
+        zero = _mm512_fnmadd_ps(scale, _mm512_set1_ps(8), load_bf16(from + TILE));
+    }
+    __m512 add_group(__m512 sum, __m512 group, float x_scale, float x_sum) const {
+        sum = _mm512_fmadd_ps(zero, _mm512_set1_ps(x_sum), sum);
+        return _mm512_fmadd_ps(group, _mm512_mul_ps(scale, _mm512_set1_ps(x_scale)), sum);
     }
     __m512i bytes(long i, int v) const {
         auto from = reinterpret_cast<const __m128i*>(tile + i / 2 * TILE + 16 * v);
         return _mm512_cvtepu8_epi32(_mm_loadu_si128(from));
     }
-    // The table is looked up with 5 bits: in the lower half of a pair the fifth is a neighbour's.
     __m512i load(long i, int v) const {
         __m512i both = bytes(i, v);
-        return _mm512_permutexvar_epi16(_mm512_or_si512(both, _mm512_slli_epi32(both, 12)), table);
-    }
-    __m512 add_group(__m512 sum, __m512 group, float inputs) const {
-        sum = _mm512_fmadd_ps(midpoint, _mm512_set1_ps(inputs), sum);
-        return _mm512_fmadd_ps(group, scale, sum);
+        both = _mm512_or_si512(both, _mm512_slli_epi32(both, 12));
+        return _mm512_and_si512(both, _mm512_set1_epi32(0x000F000F));
     }
     __m512i whole(__m512i nibbles) const {
-        __m512 numbers = _mm512_sub_ps(_mm512_cvtepi32_ps(nibbles), _mm512_set1_ps(8));
-        __m512 weights = _mm512_fmadd_ps(numbers, scale, midpoint);
+        __m512 weights = _mm512_fmadd_ps(_mm512_cvtepi32_ps(nibbles), scale, zero);
         return _mm512_add_epi32(_mm512_castps_si512(weights), _mm512_set1_epi32(0x8000));
     }
     __m512i load_whole(long i, int v) const {
@@ -165,35 +157,6 @@ inline void plain_part(const uint16_t* x, long x_stride, const uint16_t* tile, l
     }
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECTORS; v++) _mm512_store_ps(sums + r * TILE + 16 * v, part[r][v]);
-}
-
-// The same with quantised weights, of the groups [first, last).
-template <class Weights, int ROWS, int VECTORS>
-inline void quantised_part(Weights& weights, const uint16_t* x, long x_stride, int first_vector,
-                           long first, long last, float* sums) {
-    __m512 all[ROWS][VECTORS];
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) all[r][v] = _mm512_load_ps(sums + r * TILE + 16 * v);
-    for (long group = first; group < last; group++) {
-        float group_inputs[ROWS] = {};
-        if (Weights::HAS_MIDPOINT)
-            for (int r = 0; r < ROWS; r++)
-                group_inputs[r] = sum_of_group(x + r * x_stride + group * GROUP);
-        for (int v = 0; v < VECTORS; v++) {
-            weights.at_group(group, first_vector + v);
-            __m512 part[ROWS];
-            for (int r = 0; r < ROWS; r++) part[r] = _mm512_setzero_ps();
-            for (long i = group * GROUP; i < (group + 1) * GROUP; i += 2) {
-                __m512i loaded = weights.load(i, first_vector + v);
-                for (int r = 0; r < ROWS; r++)
-                    part[r] = multiply_pairs(part[r], loaded, broadcast_pair(x + r * x_stride + i));
-            }
-            for (int r = 0; r < ROWS; r++)
-                all[r][v] = weights.add_group(all[r][v], part[r], group_inputs[r]);
-        }
-    }
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) _mm512_store_ps(sums + r * TILE + 16 * v, all[r][v]);
 }
 
 enum Kind : long { PLAIN = 0, INT8 = 1, INT4 = 2 };
@@ -250,21 +213,79 @@ void plain_sums(const Linear& w, long channel, const uint16_t* x, long rows, flo
     }
 }
 
+// Rows of x as the kernel of a weight reads them. Quantised weights are whole numbers, and so are
+// these beside them: of 16 bits, with a scale for each GROUP inputs, so an input keeps more than its
+// bfloat16 had unless another of its group is 256 times as large. Lives until the thread's next one.
+struct Inputs {
+    const uint16_t* x;    // bfloat16 [rows, inputs]
+    const int16_t* whole; // [rows, inputs]
+    const float* scales;  // [rows, inputs / GROUP]
+    const float* sums;    // of the inputs themselves, the same shape
+};
+
+inline Inputs prepared(const Linear& w, const uint16_t* x, long rows) {
+    if (w.kind == PLAIN) return {x, nullptr, nullptr, nullptr};
+    static thread_local std::vector<int16_t> whole;
+    static thread_local std::vector<float> scales, sums;
+    long groups = rows * w.inputs / GROUP;
+    whole.resize(groups * GROUP);
+    scales.resize(groups);
+    sums.resize(groups);
+    for (long g = 0; g < groups; g++) {
+        __m512 a = load_bf16(x + g * GROUP), b = load_bf16(x + g * GROUP + 16);
+        float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
+        __m512 factor = _mm512_set1_ps(most > 0 ? 32767 / most : 0);
+        auto to = reinterpret_cast<__m256i*>(whole.data() + g * GROUP);
+        _mm256_storeu_si256(to, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a * factor)));
+        _mm256_storeu_si256(to + 1, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(b * factor)));
+        scales[g] = most / 32767;
+        if (w.kind == INT4) sums[g] = _mm512_reduce_add_ps(_mm512_add_ps(a, b));
+    }
+    return {x, whole.data(), scales.data(), sums.data()};
+}
+
+// ROWS rows from `row` on times VECTORS * 16 channels of a quantised tile, added to sums. Sums of a
+// group stay below 2^28.
+template <class Weights, int ROWS, int VECTORS>
+void quantised_part(Weights& weights, const Inputs& in, long row, long inputs, int first_vector,
+                    float* sums) {
+    const int16_t* x = in.whole + row * inputs;
+    for (long group = 0; group < inputs / GROUP; group++) {
+        __m512i part[ROWS][VECTORS];
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < VECTORS; v++) part[r][v] = _mm512_setzero_si512();
+        for (long i = group * GROUP; i < (group + 1) * GROUP; i += 2) {
+            __m512i loaded[VECTORS];
+            for (int v = 0; v < VECTORS; v++) loaded[v] = weights.load(i, first_vector + v);
+            for (int r = 0; r < ROWS; r++) {
+                __m512i both = broadcast_pair(reinterpret_cast<const uint16_t*>(x) + r * inputs + i);
+                for (int v = 0; v < VECTORS; v++)
+                    part[r][v] = _mm512_dpwssd_epi32(part[r][v], loaded[v], both);
+            }
+        }
+        for (int v = 0; v < VECTORS; v++) {
+            weights.at_group(group, first_vector + v);
+            for (int r = 0; r < ROWS; r++) {
+                long at = (row + r) * (inputs / GROUP) + group;
+                float* sum = sums + (row + r) * TILE + 16 * v;
+                __m512 added = weights.add_group(_mm512_load_ps(sum), _mm512_cvtepi32_ps(part[r][v]),
+                                                 in.scales[at], in.sums[at]);
+                _mm512_store_ps(sum, added);
+            }
+        }
+    }
+}
+
 template <class Weights, int VECTORS>
-void quantised_sums(const Linear& w, long channel, const uint16_t* x, long rows, float* sums) {
-    long tile = channel / TILE * TILE;
-    int first_vector = channel % TILE / 16;
-    Weights weights(w.tiles, w.scales, tile, w.inputs);
-    auto some = [&](auto part, long r) {
-        part(weights, x + r * w.inputs, w.inputs, first_vector, 0, w.inputs / GROUP,
-             sums + r * TILE);
-    };
+void quantised_sums(const Linear& w, long channel, const Inputs& in, long rows, float* sums) {
+    int first = channel % TILE / 16;
+    Weights weights(w.tiles, w.scales, channel / TILE * TILE, w.inputs);
     long r = 0;
-    for (; r + 8 <= rows; r += 8) some(quantised_part<Weights, 8, VECTORS>, r);
-    for (; r + 4 <= rows; r += 4) some(quantised_part<Weights, 4, VECTORS>, r);
-    if (rows - r == 3) some(quantised_part<Weights, 3, VECTORS>, r);
-    if (rows - r == 2) some(quantised_part<Weights, 2, VECTORS>, r);
-    if (rows - r == 1) some(quantised_part<Weights, 1, VECTORS>, r);
+    for (; r + GROUP_ROWS <= rows; r += GROUP_ROWS)
+        quantised_part<Weights, GROUP_ROWS, VECTORS>(weights, in, r, w.inputs, first, sums);
+    if (rows - r == 3) quantised_part<Weights, 3, VECTORS>(weights, in, r, w.inputs, first, sums);
+    if (rows - r == 2) quantised_part<Weights, 2, VECTORS>(weights, in, r, w.inputs, first, sums);
+    if (rows - r == 1) quantised_part<Weights, 1, VECTORS>(weights, in, r, w.inputs, first, sums);
 }
 
 // Scales and bias, of the channels from `channel` on.
@@ -282,23 +303,23 @@ void finish(const Linear& w, long channel, long rows, float* sums) {
     }
 }
 
-// x [rows, inputs] times the VECTORS * 16 channels from `channel` on, a multiple of 32, with scales
+// The inputs' rows times the VECTORS * 16 channels from `channel` on, a multiple of 32, with scales
 // and bias, to sums [rows, TILE] in float32. `rows` is at most MAX_ROWS.
 template <int VECTORS>
-void product(const Linear& w, long channel, const uint16_t* x, long rows, float* sums) {
+void product(const Linear& w, long channel, const Inputs& in, long rows, float* sums) {
     for (long r = 0; r < rows; r++)
         for (int v = 0; v < VECTORS; v++)
             _mm512_store_ps(sums + r * TILE + 16 * v, _mm512_setzero_ps());
-    if (w.kind == PLAIN) plain_sums<VECTORS>(w, channel, x, rows, sums);
-    if (w.kind == INT8) quantised_sums<Int8, VECTORS>(w, channel, x, rows, sums);
-    if (w.kind == INT4) quantised_sums<Int4, VECTORS>(w, channel, x, rows, sums);
+    if (w.kind == PLAIN) plain_sums<VECTORS>(w, channel, in.x, rows, sums);
+    if (w.kind == INT8) quantised_sums<Int8, VECTORS>(w, channel, in, rows, sums);
+    if (w.kind == INT4) quantised_sums<Int4, VECTORS>(w, channel, in, rows, sums);
     finish<VECTORS>(w, channel, rows, sums);
 }
 
 // Calls use(channel, num_channels, sums) for the channels of thread `thread` of `threads`, as
 // whole tiles where its share has both halves of one. `span` channels are shared out.
 template <class Use>
-void each_product(const Linear& w, long span, const uint16_t* x, long rows, int thread,
+void each_product(const Linear& w, long span, const Inputs& in, long rows, int thread,
                   int threads, Use use) {
     alignas(64) float sums[MAX_ROWS * TILE];
     long halves = span / HALF;
@@ -306,11 +327,11 @@ void each_product(const Linear& w, long span, const uint16_t* x, long rows, int 
     while (at < end) {
         long channel = at * HALF;
         if (at % 2 == 0 && at + 2 <= end) {
-            product<4>(w, channel, x, rows, sums);
+            product<4>(w, channel, in, rows, sums);
             use(channel, TILE, sums);
             at += 2;
         } else {
-            product<2>(w, channel, x, rows, sums);
+            product<2>(w, channel, in, rows, sums);
             use(channel, HALF, sums);
             at += 1;
         }
@@ -320,7 +341,6 @@ void each_product(const Linear& w, long span, const uint16_t* x, long rows, int 
 // ------------------------------------------------------------ many rows
 
 constexpr long BLOCK_ROWS = 128;  // that one thread takes at a time
-constexpr long FEW_INT8 = 8, FEW_INT4 = 16;  // with more rows a tile is widened once for all
 
 template <class Weights>
 void widen_tile(Weights weights, uint16_t* tile, long inputs) {

@@ -176,13 +176,9 @@ class Walk {
         for (long i; (i = crew_.take()) < items;) use(i);
     }
 
-    static bool are_few(const Linear& w, long rows) {
-        return rows <= (w.kind == PLAIN ? MAX_ROWS : w.kind == INT8 ? FEW_INT8 : FEW_INT4);
-    }
-
     // Few rows each thread norms for itself: less than waiting for another.
-    const uint16_t* norm(const uint16_t* weight, const Linear& next) {
-        bool is_own = are_few(next, rows_);
+    const uint16_t* norm(const uint16_t* weight) {
+        bool is_own = rows_ <= MAX_ROWS;
         uint16_t* out = s_.normed + (is_own ? thread_ * MAX_ROWS * d_.hidden : 0);
         auto row = [&](long r) {
             norm_row(residual_ + r * d_.hidden, weight, out + r * d_.hidden, d_.hidden, d_.eps);
@@ -200,8 +196,8 @@ class Walk {
     // sums [rows, TILE]) for parts of the result, each once.
     template <class Use>
     void product(const Linear& w, long span, const uint16_t* x, Use use) {
-        if (are_few(w, rows_)) {
-            each_product(w, span, x, rows_, thread_, crew_.threads,
+        if (rows_ <= MAX_ROWS) {
+            each_product(w, span, prepared(w, x, rows_), rows_, thread_, crew_.threads,
                          [&](long channel, long channels, const float* sums) {
                              use(0, rows_, channel, channels, sums);
                          });
@@ -259,7 +255,7 @@ class Walk {
     }
 
     void layer(const Layer& layer, long index) {
-        narrow(layer.qkv, norm(layer.input_norm, layer.qkv), s_.qkv);
+        narrow(layer.qkv, norm(layer.input_norm), s_.qkv);
         LayerCache cache{d_.cache + index * 2 * d_.kv_heads * d_.block_size * d_.dim,
                          d_.num_layers * 2 * d_.kv_heads * d_.block_size * d_.dim, d_.kv_heads,
                          d_.block_size, d_.dim};
@@ -267,7 +263,7 @@ class Walk {
         attention(layer, cache);
         if (index == d_.num_layers - 1 && s_.num_logits < rows_) keep_logits_rows();
         add(layer.o, attended_);
-        gate_up(layer.gate_up, norm(layer.mlp_norm, layer.gate_up));
+        gate_up(layer.gate_up, norm(layer.mlp_norm));
         add(layer.down, s_.activated);
     }
 
@@ -345,15 +341,16 @@ class Walk {
     }
 
     void gate_up(const Linear& w, const uint16_t* x) {
-        if (are_few(w, rows_)) {
+        if (rows_ <= MAX_ROWS) {
             alignas(64) float up[MAX_ROWS * TILE];
-            each_product(w, d_.intermediate, x, rows_, thread_, crew_.threads,
+            Inputs inputs = prepared(w, x, rows_);
+            each_product(w, d_.intermediate, inputs, rows_, thread_, crew_.threads,
                          [&](long channel, long channels, const float* gate) {
                              long other = d_.intermediate + channel;
                              if (channels == TILE)
-                                 pdserve::product<4>(w, other, x, rows_, up);
+                                 pdserve::product<4>(w, other, inputs, rows_, up);
                              else
-                                 pdserve::product<2>(w, other, x, rows_, up);
+                                 pdserve::product<2>(w, other, inputs, rows_, up);
                              activate(0, rows_, channel, channels, gate, up);
                          });
         } else {
@@ -385,7 +382,7 @@ class Walk {
 
     void logits() {
         if (!are_logits_rows_) keep_logits_rows();
-        product(d_.head, d_.head.outputs, norm(d_.norm, d_.head),
+        product(d_.head, d_.head.outputs, norm(d_.norm),
                 [&](long first, long rows, long channel, long channels, const float* sums) {
                     for (long r = 0; r < rows; r++)
                         for (long c = 0; c < channels; c += 16)

@@ -23,7 +23,7 @@ void pdserve_linear(const Linear* weight, const uint16_t* x, uint16_t* out, long
                     int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int thread = 0; thread < threads; thread++)
-        each_product(*weight, weight->outputs, x, rows, thread, threads,
+        each_product(*weight, weight->outputs, prepared(*weight, x, rows), rows, thread, threads,
                      [&](long channel, long channels, const float* sums) {
                          for (long r = 0; r < rows; r++)
                              for (long c = 0; c < channels; c += 16)
