@@ -3,6 +3,7 @@
 import itertools
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -220,18 +221,21 @@ class Engine:
 
     # ------------------------------------------------------------------ a step
 
-    def step(self) -> list[SequenceOutput]:
-        """Computes one batch. One output for every sequence that was admitted, advanced towards
+    def step(self, before_model: Callable[[], None] = lambda: None) -> list[SequenceOutput]:
+        """Computes one batch; `before_model` is called when a model is about to run, maybe more
+        than once. One output for every sequence that was admitted, advanced towards
         a hand-over, sampled or ended. If the model or the sampler raises, the sequences of the
         batch end with an `error`, and the engine can go on with the others. Raises RankLostError
         when a part of the model is gone, which ends the engine."""
         started = time.monotonic()
+        if self._speculation is not None:  # scheduling may run its model
+            before_model()
         plan = self.scheduler.schedule()
         for seq in plan.admitted:
             seq.queue_seconds = started - seq.added_at
         num_prompt_tokens = sum(n for seq, n in plan.steps if seq.is_prefilling)
         num_decodes = sum(not seq.is_prefilling for seq, _ in plan.steps)
-        result = self._run(plan)
+        result = self._run(plan, before_model)
         outputs = self._postprocess(plan, result)
         step_seconds = time.monotonic() - started
         self._meter.note(num_prompt_tokens, num_decodes, step_seconds)
@@ -240,11 +244,12 @@ class Engine:
         return outputs
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan) -> "_StepResult | Exception":
+    def _run(self, plan: StepPlan, before_model: Callable[[], None]) -> "_StepResult | Exception":
         if not plan.steps:
             return _StepResult()
         try:
             inputs = prepare(plan)
+            before_model()
             logits, hidden = self._forward(inputs)
             result, start = _StepResult(), len(inputs.sampled)
             if start:

@@ -27,8 +27,11 @@ class EngineLoop:
 
     - Calls run in order of arrival, between steps. One that was made before `stop` returned
       gets a result or an exception, always.
-    - `on_outputs` gets the outputs of a step, once a step and never empty; `on_crash` is the
-      last thing called, at most once. Both run on this thread and must not block.
+    - `on_outputs` gets the outputs of a step, never empty, before any later call runs. While
+      steps follow each other it is when the model begins with the next one: from there on this
+      thread holds no lock of the interpreter, and whoever handles the outputs does not hold it
+      up. `on_crash` is the last thing called, at most once. Both run on this thread and must not
+      block.
     - The thread sleeps while there is no work, and while a step changes nothing: only a call
       can change that.
     - With PDSERVE_DEBUG=1 the engine's books are checked whenever it is idle; an error there is
@@ -47,6 +50,7 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()  # None wakes only
         self._lock = threading.Lock()  # orders `call` against the end of the inbox
         self._is_closed = False
+        self._undelivered: list[SequenceOutput] = []
         self._checks_when_idle = os.environ.get("PDSERVE_DEBUG") == "1"
         self._is_stopping = threading.Event()
         self._progress_at: float | None = None  # None: idle
@@ -93,21 +97,29 @@ class EngineLoop:
         except BaseException as error:
             logger.exception("the engine's thread crashed")
             self._close()
+            self._deliver()
             self._on_crash(error)
         finally:
             self._close()
+            self._deliver()
 
     def _step(self) -> bool:
         """Whether another step makes sense at once."""
         if not self._engine.has_work():
             return False
         self._mark_busy()
-        outputs = self._engine.step()
+        outputs = self._engine.step(self._deliver)
+        self._undelivered += outputs
         if self._engine.made_progress:
             self._progress_at = time.monotonic()
+        if not self._engine.made_progress or not self._engine.has_work():
+            self._deliver()
+        return self._engine.made_progress
+
+    def _deliver(self) -> None:
+        outputs, self._undelivered = self._undelivered, []
         if outputs:
             self._on_outputs(outputs)
-        return self._engine.made_progress
 
     def _serve_calls(self, may_wait: bool) -> None:
         """Runs the calls that are there now; waits for one first if nothing else is to be done."""
@@ -124,7 +136,10 @@ class EngineLoop:
             self._mark_busy()
             self._serve(item)
         # Only those: a flood of calls must not keep the engine from stepping.
-        for _ in range(self._inbox.qsize()):
+        num_calls = self._inbox.qsize()
+        if num_calls:
+            self._deliver()
+        for _ in range(num_calls):
             try:
                 item = self._inbox.get_nowait()
             except queue.Empty:  # `stop` was faster

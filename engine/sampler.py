@@ -5,6 +5,7 @@ import struct
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from core.types import SamplingParams, TokenLogprobs
@@ -58,7 +59,7 @@ class Sampler:
             logits = logits.clone()
             self._adjust(logits, adjusted, sequences, drafted)
         logits = self._hold_to_grammars(logits, sequences, drafted)
-        best, token_ids = logits.max(dim=-1)
+        best, token_ids = _maxima(logits)
         random = [row for row, seq in enumerate(sequences) if seq.sampling.temperature > 0]
         if random:
             params = [sequences[row].sampling for row in random]
@@ -142,6 +143,16 @@ class Sampler:
             for row, entry in zip(rows, found, strict=True):
                 result[row] = entry
         return result
+
+
+def _maxima(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The greatest of each row and the first place that has it; NaN counts as greatest."""
+    if logits.is_cuda:
+        return logits.max(dim=-1)
+    numbers = logits.numpy()  # whose search takes a sixth of the time
+    places = numbers.argmax(axis=-1)
+    best = numbers[np.arange(len(places)), places]
+    return torch.from_numpy(best), torch.from_numpy(places)
 
 
 def dice(seed: int, position: int) -> float:

@@ -84,7 +84,9 @@ class Decoder:
             self._attention_choice,
         )
         if self._ranks is None and native_layers.serves(self.config, self._weights, kv_cache):
-            self._native = native_layers.NativeLayers(self.config, self._weights, kv_cache)
+            self._native = native_layers.NativeLayers(
+                self.config, self._weights, self._ropes, kv_cache
+            )
 
     def unbind(self) -> None:
         """Forgets the KV cache; another may be bound."""
@@ -129,8 +131,7 @@ class Decoder:
         and returns float32 logits `[R, vocab_size]` of the rows `logits_rows` `[R]`; on a rank
         other than 0 only its own part of the vocabulary."""
         if self._native is not None:
-            hidden, cos_sins = self._enter(input_ids, positions)
-            return self._native.forward(hidden, cos_sins, positions, batch, logits_rows)
+            return self._native.forward(input_ids, positions, batch, logits_rows)
         self.plan(batch)
         return self.compute(input_ids, positions, logits_rows)
 

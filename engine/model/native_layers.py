@@ -10,10 +10,12 @@ from engine.attention.base import StepBatch
 from engine.model.attention import MultiHeadAttention
 from engine.model.config import ModelConfig
 from engine.model.layers import Layer, Mlp, Norm, Weights, native_weight
+from engine.model.rope import Rope
 
 _pointer, _long = ctypes.c_void_p, ctypes.c_long
 # Tokens of one sequence from which on packing its keys pays.
 _CHUNK_ROWS = 8
+_NO_CHUNKS = np.empty((0, 4), dtype=np.int64)
 
 
 class _Layer(ctypes.Structure):
@@ -31,8 +33,15 @@ class _Layer(ctypes.Structure):
     ]
 
 
+class _Rope(ctypes.Structure):
+    _fields_ = [("frequencies", _pointer), ("factor", ctypes.c_float)]
+
+
 class _Decoder(ctypes.Structure):
     _fields_ = [
+        ("embedding", _pointer),
+        ("ropes", _Rope * 2),
+        ("num_ropes", _long),
         ("layers", _pointer),
         *[(name, _long) for name in (
             "num_layers", "hidden", "intermediate", "heads", "kv_heads", "dim", "rotary_dim",
@@ -49,9 +58,7 @@ class _Decoder(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = [
         ("rows", _long),
-        ("embedded", _pointer),
-        ("cos", _pointer * 2),
-        ("sin", _pointer * 2),
+        ("ids", _pointer),
         ("positions", _pointer),
         ("sequences", _pointer),
         ("tables", _pointer),
@@ -64,7 +71,7 @@ class _Step(ctypes.Structure):
         ("num_logits", _long),
         ("logits", _pointer),
         *[(name, _pointer) for name in (
-            "residual", "last_residual", "normed", "qkv", "attended", "activated",
+            "residual", "last_residual", "turns", "normed", "qkv", "attended", "activated",
         )],
     ]  # fmt: skip
 
@@ -73,9 +80,12 @@ class NativeLayers:
     """Runs steps over one model and one cache, which it keeps alive. One thread at a time: the
     scratch is reused, and grows to the largest step so far."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, kv_cache: torch.Tensor) -> None:
-        """Only after `serves`."""
-        self._alive = (weights, kv_cache)
+    def __init__(
+        self, config: ModelConfig, weights: Weights, ropes: list[Rope], kv_cache: torch.Tensor
+    ) -> None:
+        """Only after `serves`. One or two ropes, the second for layers with a local one."""
+        self._alive = (weights, ropes, kv_cache)
+        self._num_ropes = len(ropes)
         self._config = config
         self._layers = (_Layer * config.num_layers)(
             *[_layer(config, i, layer) for i, layer in enumerate(weights.layers)]
@@ -83,6 +93,9 @@ class NativeLayers:
         head = native_weight(weights.head)
         assert head is not None
         self._decoder = _Decoder(
+            weights.embedding.data_ptr(),
+            (_Rope * 2)(*[_Rope(rope.frequencies.data_ptr(), rope.factor) for rope in ropes]),
+            len(ropes),
             ctypes.addressof(self._layers),
             config.num_layers,
             config.hidden_size,
@@ -104,8 +117,7 @@ class NativeLayers:
 
     def forward(
         self,
-        embedded: torch.Tensor,  # bfloat16 [T, hidden]
-        cos_sins: list[tuple[torch.Tensor, torch.Tensor]],  # one for each kind of rope
+        input_ids: torch.Tensor,  # int64 [T]
         positions: torch.Tensor,  # int64 [T]
         batch: StepBatch,
         logits_rows: torch.Tensor,  # int64 [R]
@@ -114,13 +126,15 @@ class NativeLayers:
         loaded = native.library()
         assert loaded is not None
         threads = torch.get_num_threads()
-        rows, num_logits = embedded.shape[0], len(logits_rows)
+        rows, num_logits = len(input_ids), len(logits_rows)
         self._make_room(max(rows, num_logits, threads * native.MAX_ROWS))
         laid_out = _LaidOut(batch)
-        logits = torch.empty(num_logits, self._vocab_size)
+        # By numpy, as all here: torch's operations let other threads take the interpreter's lock,
+        # and this one would wait for it before the native call, which needs no lock.
+        logits = np.empty((num_logits, self._vocab_size), dtype=np.float32)
         step = _Step(
             rows=rows,
-            embedded=embedded.data_ptr(),
+            ids=input_ids.data_ptr(),
             positions=positions.data_ptr(),
             sequences=laid_out.sequences.ctypes.data,
             tables=laid_out.tables.ctypes.data,
@@ -131,13 +145,11 @@ class NativeLayers:
             num_singles=len(laid_out.singles),
             logits_rows=logits_rows.data_ptr(),
             num_logits=num_logits,
-            logits=logits.data_ptr(),
+            logits=logits.ctypes.data,
             **{name: buffer.data_ptr() for name, buffer in self._scratch.items()},
         )
-        for i, (cos, sin) in enumerate(cos_sins):
-            step.cos[i], step.sin[i] = cos.data_ptr(), sin.data_ptr()
         loaded.pdserve_layers(ctypes.addressof(self._decoder), ctypes.addressof(step), threads)
-        return logits
+        return torch.from_numpy(logits)
 
     def _make_room(self, rows: int) -> None:
         if rows <= self._num_rows:
@@ -147,6 +159,7 @@ class NativeLayers:
         self._scratch = {
             "residual": torch.empty(rows, config.hidden_size),
             "last_residual": torch.empty(rows, config.hidden_size),
+            "turns": torch.empty(self._num_ropes, rows, 2, config.rope.rotary_dim, dtype=half),
             "normed": torch.empty(rows, config.hidden_size, dtype=half),
             "qkv": torch.empty(rows, (heads + 2 * config.num_kv_heads) * dim, dtype=half),
             "attended": torch.empty(rows, heads * dim, dtype=half),
@@ -164,6 +177,10 @@ class _LaidOut:
         padded = [table + [0] * (longest - len(table)) for table in batch.block_tables]
         self.tables = np.array(padded, dtype=np.int64)
         lens = np.array(batch.query_lens, dtype=np.int64)
+        if len(lens) == batch.num_decodes:
+            self.sequences = self.singles = np.arange(len(lens))
+            self.chunks = _NO_CHUNKS
+            return
         self.sequences = np.repeat(np.arange(len(lens)), lens)
         is_single = lens[self.sequences] < _CHUNK_ROWS
         self.singles = np.flatnonzero(is_single)
@@ -185,6 +202,8 @@ def serves(config: ModelConfig, weights: Weights, kv_cache: torch.Tensor) -> boo
         and config.attention_softcap is None
         and config.final_softcap is None
         and config.moe is None
+        and not config.family.scaled_embeddings
+        and weights.embedding.dtype == torch.bfloat16
     )
     fits = (
         config.head_dim in native.DIMS

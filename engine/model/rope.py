@@ -25,20 +25,20 @@ class Rope:
         self, config: RopeConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         inv_freq, factor = inverse_frequencies(config, max_model_len)
+        self.frequencies, self.factor = inv_freq, factor  # as `inverse_frequencies` says
         half = torch.full_like(inv_freq, factor)
         # The two of a pair side by side, or half of the dimensions apart.
         self._is_interleaved = config.is_interleaved
         dim = 1 if config.is_interleaved else 0
         self._inv_freq = torch.stack((inv_freq, inv_freq), dim).flatten().to(device)
         self._sin_factor = torch.stack((-half, half), dim).flatten().to(device)
-        self._cos_factor = factor
         self._rotary_dim = config.rotary_dim
         self._dtype = dtype
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of the positions, each `[T, 1, rotary_dim]` in the model's dtype."""
         angles = positions.float().view(-1, 1, 1) * self._inv_freq
-        cos = angles.cos().mul_(self._cos_factor)
+        cos = angles.cos().mul_(self.factor)
         sin = angles.sin_().mul_(self._sin_factor)
         return cos.to(self._dtype), sin.to(self._dtype)
 

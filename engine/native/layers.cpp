@@ -27,10 +27,18 @@ struct Layer {
     const uint16_t* mlp_norm;
     Linear gate_up, down;
     long window;  // 0: none
-    long rope;    // which of the tables of cos and sin
+    long rope;    // which of the decoder's
+};
+
+struct Rope {
+    const float* frequencies;  // [rotary_dim / 2], angle per position
+    float factor;              // on cos and sin
 };
 
 struct Decoder {
+    const uint16_t* embedding;  // [vocabulary, hidden]
+    Rope ropes[2];
+    long num_ropes;
     const Layer* layers;
     long num_layers;
     long hidden, intermediate, heads, kv_heads, dim, rotary_dim;
@@ -48,9 +56,7 @@ struct PromptChunk {
 
 struct Step {
     long rows;
-    const uint16_t* embedded;   // [rows, hidden]
-    const uint16_t* cos[2];     // [rows, rotary_dim]
-    const uint16_t* sin[2];     // the first half negated
+    const int64_t* ids;         // [rows]
     const int64_t* positions;   // [rows]
     const int64_t* sequences;   // [rows], which of the tables
     const int64_t* tables;      // [sequences, table_stride]
@@ -65,6 +71,7 @@ struct Step {
     // Of the caller, for one call at a time:
     float* residual;            // [rows, hidden]
     float* last_residual;       // [num_logits, hidden]
+    uint16_t* turns;            // [ropes, rows, cos and sin, rotary_dim], see Walk::enter
     uint16_t* normed;           // [max(rows, threads * MAX_ROWS), hidden]
     uint16_t* qkv;              // [rows, (heads + 2 kv_heads) * dim]
     uint16_t* attended;         // [rows, heads * dim]
@@ -154,17 +161,41 @@ class Walk {
           width_((d.heads + 2 * d.kv_heads) * d.dim) {}
 
     void run() {
-        share(rows_, [&](long r) {
-            for (long i = 0; i < d_.hidden; i += 16)
-                _mm512_storeu_ps(residual_ + r * d_.hidden + i,
-                                 load_bf16(s_.embedded + r * d_.hidden + i));
-        });
+        share(rows_, [&](long r) { enter(r); });
         crew_.wait();
         for (long i = 0; i < d_.num_layers; i++) layer(d_.layers[i], i);
         logits();
     }
 
    private:
+    uint16_t* turn_of(long rope, long r) {
+        return s_.turns + (rope * s_.rows + r) * 2 * d_.rotary_dim;
+    }
+
+    // What goes into the first layer. Of cos and sin both halves, the first of sin negated.
+    void enter(long r) {
+        const uint16_t* embedded = d_.embedding + s_.ids[r] * d_.hidden;
+        for (long i = 0; i < d_.hidden; i += 16)
+            _mm512_storeu_ps(residual_ + r * d_.hidden + i, load_bf16(embedded + i));
+        long half = d_.rotary_dim / 2;
+        alignas(64) float cos[MAX_DIM / 2], sin[MAX_DIM / 2];
+        for (long k = 0; k < d_.num_ropes; k++) {
+            for (long i = 0; i < half; i++) {
+                float angle = s_.positions[r] * d_.ropes[k].frequencies[i];
+                cos[i] = cosf(angle) * d_.ropes[k].factor;
+                sin[i] = sinf(angle) * d_.ropes[k].factor;
+            }
+            uint16_t* to = turn_of(k, r);
+            for (long i = 0; i < half; i += 16) {
+                __m512 c = _mm512_load_ps(cos + i), s = _mm512_load_ps(sin + i);
+                store_bf16(to + i, c);
+                store_bf16(to + half + i, c);
+                store_bf16(to + 2 * half + i, _mm512_sub_ps(_mm512_setzero_ps(), s));
+                store_bf16(to + 3 * half + i, s);
+            }
+        }
+    }
+
     template <class Use>
     void share(long items, Use use) {
         long threads = crew_.threads;
@@ -269,13 +300,12 @@ class Walk {
 
     // Rotates queries and keys and writes the rows' keys and values.
     void turn(const Layer& layer, const LayerCache& cache) {
-        const uint16_t *cos = s_.cos[layer.rope], *sin = s_.sin[layer.rope];
         share(rows_ * (d_.heads + d_.kv_heads), [&](long item) {
             long r = item / (d_.heads + d_.kv_heads), head = item % (d_.heads + d_.kv_heads);
             uint16_t* at = s_.qkv + r * width_ + head * d_.dim;
             bool is_key = head >= d_.heads;
-            turn_head(at, is_key ? layer.k_norm : layer.q_norm, cos + r * d_.rotary_dim,
-                      sin + r * d_.rotary_dim, d_);
+            const uint16_t* cos = turn_of(layer.rope, r);
+            turn_head(at, is_key ? layer.k_norm : layer.q_norm, cos, cos + d_.rotary_dim, d_);
             if (!is_key) return;
             long kv_head = head - d_.heads, position = s_.positions[r];
             int64_t block = table(s_.sequences[r])[position / d_.block_size];

@@ -1,6 +1,7 @@
 import queue
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 
 import pytest
@@ -25,10 +26,10 @@ class Harness:
         self.before_step = lambda: None
         step = self.engine.step
 
-        def counted() -> list[SequenceOutput]:
+        def counted(before_model: Callable[[], None]) -> list[SequenceOutput]:
             self.num_steps += 1
             self.before_step()
-            return step()
+            return step(before_model)
 
         self.engine.step = counted  # type: ignore[method-assign]
         self.loop = EngineLoop(self.engine, self.outputs.put, self.crash.put)
@@ -72,6 +73,36 @@ def test_outputs_come_once_a_step_in_one_list(harness):
         assert [o.request_id for o in harness.outputs.get(timeout=WAIT)] == names
     harness.loop.call(lambda engine: None).result(WAIT)
     assert harness.outputs.empty()
+
+
+def test_a_steps_outputs_come_when_the_model_begins_the_next_one(harness):
+    forward, seen = harness.model.forward, []
+
+    def watched(*args):
+        seen.append(harness.outputs.qsize())
+        return forward(*args)
+
+    def at_the_start_of_a_step():
+        seen.append(harness.outputs.qsize())
+
+    harness.model.forward, harness.before_step = watched, at_the_start_of_a_step
+    harness.add("r", max_tokens=3)
+    harness.wait_until_idle()
+    assert seen == [0, 0, 0, 1, 1, 2]
+    assert harness.outputs.qsize() == 3  # the last ones at once: no step follows
+
+
+def test_a_steps_outputs_come_before_a_call_that_was_made_meanwhile(harness):
+    seen = []
+
+    def call() -> None:
+        harness.before_step = lambda: None
+        harness.loop.call(lambda engine: seen.append(harness.outputs.qsize()))
+
+    harness.before_step = call
+    harness.add("r", max_tokens=3)
+    harness.wait_until_idle()
+    assert seen == [1]
 
 
 def test_calls_run_on_the_engine_thread_in_order(harness):
