@@ -1,6 +1,7 @@
 """Chooses tokens from logits, batched, with noise that depends on (seed, position) alone."""
 
 import hashlib
+import math
 import struct
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -71,8 +72,12 @@ class Sampler:
             else:
                 rows = draws.rows
                 token_ids[rows] = draw(logits[rows], best[rows], draws)
-        found: list[int] = torch.where(torch.isfinite(best), token_ids, -1).tolist()
-        chosen = [None if token_id < 0 else token_id for token_id in found]
+        if logits.is_cuda:
+            found: list[int] = torch.where(torch.isfinite(best), token_ids, -1).tolist()
+            chosen = [None if token_id < 0 else token_id for token_id in found]
+        else:  # two operations less
+            pairs = zip(token_ids.tolist(), best.tolist(), strict=True)
+            chosen = [token_id if math.isfinite(value) else None for token_id, value in pairs]
         return SamplerOutput(chosen, self._logprobs(raw, chosen, sequences))
 
     def _use(self, device: torch.device) -> None:
