@@ -112,7 +112,7 @@ class WorkerRuntime:
         pool.on_change = self.kv_events.note
         self.engine_loop = EngineLoop(self.engine, self._on_outputs, self._on_crash)
         self.engine_loop.start()
-        await self.run_on_engine(lambda _: native.pin_threads())
+        await self.run_on_engine(lambda _: native.settle_threads())
         await self._take_snapshot()
         self.in_background(self._keep_snapshot())
         if settings.role is not Role.COLOCATED:

@@ -106,7 +106,7 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         "rms_norm": [*[pointer] * 3, *[size] * 2, ctypes.c_float, number],
         "silu_mul": [*[pointer] * 2, *[size] * 2, number],
         "layers": [pointer, pointer, number],
-        "pin": [pointer, number],
+        "settle": [pointer, number],
         "decode_attention": [
             pointer,
             pointer,
@@ -136,15 +136,18 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     return loaded
 
 
-def pin_threads() -> None:
-    """Gives the calling thread and those that compute for it a core each, if there are as many as
-    this process may use: left to itself, the kernel puts two of them on one core for
-    milliseconds, whenever something short runs on the other. Fewer threads share the host with
+def settle_threads() -> None:
+    """The calling thread and those that compute for it let whatever wakes up beside them run at
+    once: what carries tokens on their way takes microseconds. And they get a core each, if there
+    are as many as this process may use: left to itself, the kernel puts two of them on one core
+    for milliseconds, whenever something short runs on the other. Fewer threads share the host with
     other workers, and stay where the kernel puts them."""
     loaded, threads = library(), torch.get_num_threads()
+    if loaded is None:
+        return
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if loaded is not None and threads == len(cpus) > 1:
-        loaded.pdserve_pin((ctypes.c_int * threads)(*cpus), threads)
+    has_all = threads == len(cpus) > 1
+    loaded.pdserve_settle((ctypes.c_int * threads)(*cpus) if has_all else None, threads)
 
 
 class Weight(ctypes.Structure):

@@ -9,6 +9,8 @@
 
 #include <omp.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <vector>
@@ -445,18 +447,41 @@ uint16_t* room_for_packed(const Decoder& d, const Step& s) {
     return packed.data();
 }
 
+// Linux lets a thread of the usual policy run to the end of its slice, some 3 ms, before another
+// that wakes up has its turn, unless that one's slice is shorter. A token has five such wake-ups to
+// go through on its way to the client. So a long slice: its share of the processor stays the same.
+// Kernels before 6.12 have one slice for all, and ignore it.
+void give_way() {
+    struct {  // sched_attr of the kernel
+        uint32_t size, policy;
+        uint64_t flags;
+        int32_t nice;
+        uint32_t priority;
+        uint64_t runtime, deadline, period;
+    } attributes = {};
+    attributes.size = sizeof attributes;
+    if (syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0)) return;
+    if (attributes.policy != SCHED_OTHER) return;
+    attributes.runtime = 100'000'000;  // ns, the longest
+    syscall(SYS_sched_setattr, 0, &attributes, 0);
+}
+
 }  // namespace
 
 extern "C" {
 
-// From now on the calling thread and its team each have a core of their own.
-void pdserve_pin(const int* cpus, int threads) {
+// From now on the calling thread and its team give way at once to whatever wakes up on their core,
+// and each has a core of its own if there are `cpus`. What fails leaves them as they were.
+void pdserve_settle(const int* cpus, int threads) {
 #pragma omp parallel num_threads(threads)
     {
-        cpu_set_t own;
-        CPU_ZERO(&own);
-        CPU_SET(cpus[omp_get_thread_num()], &own);
-        sched_setaffinity(0, sizeof own, &own);  // if it fails, they stay where they are
+        give_way();
+        if (cpus) {
+            cpu_set_t own;
+            CPU_ZERO(&own);
+            CPU_SET(cpus[omp_get_thread_num()], &own);
+            sched_setaffinity(0, sizeof own, &own);
+        }
     }
 }
 
