@@ -45,7 +45,8 @@ class Chunk {
 
     long spans() const { return spans_; }
 
-    // Piece `span` of KV head `head`.
+    // Piece `span` of KV head `head`. The next one is fetched meanwhile: pieces of a block are too
+    // small for the processor to see that they follow each other.
     void pack(long head, long span) {
         const long dim = cache_.dim;
         const uint16_t *keys[SPAN], *values[SPAN];
@@ -53,11 +54,14 @@ class Chunk {
         for (long t = 0; t < SPAN; t++) {
             long at = first_ + span * SPAN + t;
             keys[t] = values[t] = zeros;
-            if (at >= end_) continue;
-            long slot = at % cache_.block_size * dim;
-            int64_t block = table_[at / cache_.block_size];
-            keys[t] = cache_.keys(block, head) + slot;
-            values[t] = cache_.values(block, head) + slot;
+            if (at < end_) find(head, at, keys[t], values[t]);
+            const uint16_t *key, *value;
+            if (at + SPAN >= end_) continue;
+            find(head, at + SPAN, key, value);
+            for (long i = 0; i < dim; i += 32) {
+                _mm_prefetch(reinterpret_cast<const char*>(key + i), _MM_HINT_T0);
+                _mm_prefetch(reinterpret_cast<const char*>(value + i), _MM_HINT_T0);
+            }
         }
         uint16_t* to = keys_of(head, span);
         for (long t = 0; t < SPAN; t += 16)
@@ -98,8 +102,7 @@ class Chunk {
         for (long span = from; span < spans_; span++) {
             long start = first_ + span * SPAN;
             if (start > position + tokens - 1) break;
-            memset(scores, 0, count * SPAN * sizeof(float));
-            multiply<4>(rows, DIM, keys_of(head, span), SPAN, DIM, count, scores, SPAN);
+            multiply<4, true>(rows, DIM, keys_of(head, span), SPAN, DIM, count, scores, SPAN);
             bool is_masked = start + SPAN - 1 > position ||
                              (window && start <= position + tokens - 1 - window);
             for (long r = 0; r < count; r++) {
@@ -111,10 +114,10 @@ class Chunk {
             const uint16_t* values = values_of(head, span);
             if (DIM % 64 == 0)
                 for (long i = 0; i < DIM; i += 64)
-                    multiply<4>(weights, SPAN, values + 2 * i, DIM, SPAN, count, sums + i, DIM);
+                    multiply<4, false>(weights, SPAN, values + 2 * i, DIM, SPAN, count, sums + i, DIM);
             else
                 for (long i = 0; i < DIM; i += 32)
-                    multiply<2>(weights, SPAN, values + 2 * i, DIM, SPAN, count, sums + i, DIM);
+                    multiply<2, false>(weights, SPAN, values + 2 * i, DIM, SPAN, count, sums + i, DIM);
         }
         const __m512i front =
             _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
@@ -131,6 +134,13 @@ class Chunk {
     }
 
    private:
+    void find(long head, long at, const uint16_t*& key, const uint16_t*& value) const {
+        long slot = at % cache_.block_size * cache_.dim;
+        int64_t block = table_[at / cache_.block_size];
+        key = cache_.keys(block, head) + slot;
+        value = cache_.values(block, head) + slot;
+    }
+
     uint16_t* keys_of(long head, long span) const {
         return packed_ + (head * spans_ + span) * 2 * SPAN * cache_.dim;
     }
@@ -139,8 +149,8 @@ class Chunk {
     }
 
     // x [count, inputs] with rows x_stride apart, times a tile [inputs / 2, width, 2], of which
-    // 16 * VECTORS columns are taken, added to sums with rows sum_stride apart.
-    template <int VECTORS>
+    // 16 * VECTORS columns are taken, to sums with rows sum_stride apart: added, unless IS_FIRST.
+    template <int VECTORS, bool IS_FIRST>
     static void multiply(const uint16_t* x, long x_stride, const uint16_t* tile, long width,
                          long inputs, long count, float* sums, long sum_stride) {
         auto some = [&](auto product, long r) {
@@ -148,19 +158,20 @@ class Chunk {
                     sum_stride);
         };
         long r = 0;
-        for (; r + 4 <= count; r += 4) some(part<4, VECTORS>, r);
-        if (count - r == 3) some(part<3, VECTORS>, r);
-        if (count - r == 2) some(part<2, VECTORS>, r);
-        if (count - r == 1) some(part<1, VECTORS>, r);
+        for (; r + 4 <= count; r += 4) some(part<4, VECTORS, IS_FIRST>, r);
+        if (count - r == 3) some(part<3, VECTORS, IS_FIRST>, r);
+        if (count - r == 2) some(part<2, VECTORS, IS_FIRST>, r);
+        if (count - r == 1) some(part<1, VECTORS, IS_FIRST>, r);
     }
 
-    template <int N, int VECTORS>
+    template <int N, int VECTORS, bool IS_FIRST>
     static void part(const uint16_t* x, long x_stride, const uint16_t* tile, long width,
                      long inputs, float* sums, long sum_stride) {
         __m512 all[N][VECTORS];
         for (int r = 0; r < N; r++)
             for (int v = 0; v < VECTORS; v++)
-                all[r][v] = _mm512_load_ps(sums + r * sum_stride + 16 * v);
+                all[r][v] = IS_FIRST ? _mm512_setzero_ps()
+                                     : _mm512_load_ps(sums + r * sum_stride + 16 * v);
         for (long i = 0; i < inputs; i += 2, tile += 2 * width) {
             __m512i columns[VECTORS];
             for (int v = 0; v < VECTORS; v++) columns[v] = _mm512_loadu_si512(tile + 32 * v);
@@ -205,10 +216,12 @@ class Chunk {
         }
         __m512 sum = _mm512_setzero_ps();
         for (int v = 0; v < SPAN / 16; v++) {
-            // A row that sees nothing yet has no maximum; -inf becomes 0 in either case.
-            __mmask16 seen = _mm512_cmp_ps_mask(x[v], _mm512_set1_ps(-INFINITY), _CMP_NEQ_OQ);
-            x[v] = _mm512_maskz_mov_ps(
-                seen, exp_ps(_mm512_sub_ps(x[v], _mm512_set1_ps(maximum))));
+            __m512 weight = exp_ps(_mm512_sub_ps(x[v], _mm512_set1_ps(maximum)));
+            if (is_masked) {  // a row that sees nothing yet has no maximum; -inf becomes 0 there too
+                __m512 least = _mm512_set1_ps(-INFINITY);
+                weight = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x[v], least, _CMP_NEQ_OQ), weight);
+            }
+            x[v] = weight;
             sum = _mm512_add_ps(sum, x[v]);
             store_bf16(weights + 16 * v, x[v]);
         }
@@ -240,7 +253,7 @@ class ChunkWork {
    public:
     ChunkWork(const LayerCache& cache, const int64_t* table, const Queries& q, uint16_t* packed)
         : q_(q), kv_heads_(cache.kv_heads), dim_(cache.dim), group_(q.heads / cache.kv_heads),
-          step_(group_ < ROWS ? ROWS / group_ : 1),
+          step_(even_step(q.tokens, group_ < ROWS ? ROWS / group_ : 1)),
           chunk_(cache, table, q.first_key(), q.prefix + q.tokens, packed) {}
 
     // Of what is packed: 16-bit numbers for each KV head and span of keys.
@@ -264,6 +277,12 @@ class ChunkWork {
     }
 
    private:
+    // As many pieces as with `most` tokens in each, but all alike.
+    static long even_step(long tokens, long most) {
+        long pieces = (tokens + most - 1) / most;
+        return (tokens + pieces - 1) / pieces;
+    }
+
     long rows_of_pieces() const { return (q_.tokens + step_ - 1) / step_; }
 
     template <int D>
