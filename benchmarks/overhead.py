@@ -74,7 +74,7 @@ def alone(threads: int) -> dict[str, float]:
     steps.STEPS = 1  # one by one, as the gaps are
     bench = steps.Bench(load_model(resolve_model(MODEL), "bfloat16"), NUM_IN + NUM_OUT // 2)
     host_memory.collapse_into_huge_pages()
-    native.pin_threads()
+    native.settle_threads()
     for _ in range(WARM_UP):
         bench.decode(STREAMS)
     start, cpu, busy = time.perf_counter(), time.process_time(), busy_s()
