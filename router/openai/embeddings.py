@@ -84,7 +84,9 @@ def embedding_routes(frontend: Frontend, config: RouterConfig) -> APIRouter:
         inputs = split_prompt(body.input, "input")
         if len(inputs) > MAX_INPUTS:
             raise RequestError(f"input: at most {MAX_INPUTS} at once", param="input")
-        prompts = tuple([await frontend.tokens_of(text, "input") for text in inputs])
+        prompts = tuple(
+            [await frontend.tokens_of(text, "input", body.cache_salt or "") for text in inputs]
+        )
         limit, longest = frontend.registry.max_model_len(), max(map(len, prompts))
         if longest > limit:
             raise RequestError(

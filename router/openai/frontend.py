@@ -87,14 +87,17 @@ class Frontend:
         prompts = split_prompt(body.prompt)
         if len(prompts) * (body.n or 1) > MAX_CHOICES:
             raise RequestError(f"prompts times n must be at most {MAX_CHOICES}", param="n")
-        token_ids = tuple([await self.tokens_of(prompt, "prompt") for prompt in prompts])
+        salt = body.cache_salt or ""
+        token_ids = tuple([await self.tokens_of(prompt, "prompt", salt) for prompt in prompts])
         request = self._request(body, token_ids, caller)
         return replace(request, echo=bool(body.echo))
 
-    async def tokens_of(self, prompt: str | list[Any], param: str) -> tuple[int, ...]:
+    async def tokens_of(
+        self, prompt: str | list[Any], param: str, cache_salt: str = ""
+    ) -> tuple[int, ...]:
         """A text tokenized, or token ids checked. Raises RequestError."""
         if isinstance(prompt, str):
-            return await self._encode(prompt, add_special_tokens=True, param=param)
+            return await self._encode(prompt, cache_salt, add_special_tokens=True, param=param)
         return self.checked_ids(prompt, param)
 
     async def chat(self, body: ChatBody, caller: Caller) -> TextRequest:
@@ -114,7 +117,7 @@ class Frontend:
         size = sum(len(str(part)) for message in body.messages for part in message.values())
         size += len(str(use.tools))
         text = await _offload(size, render)
-        prompt = await self._encode(text, add_special_tokens=False)
+        prompt = await self._encode(text, body.cache_salt or "", add_special_tokens=False)
         request = self._request(body, (prompt,), caller)
         parallel = body.parallel_tool_calls is not False
         plan = self.reading.plan(use, text, parallel)
@@ -133,10 +136,10 @@ class Frontend:
         )
 
     async def _encode(
-        self, text: str, *, add_special_tokens: bool, param: str = "prompt"
+        self, text: str, cache_salt: str, *, add_special_tokens: bool, param: str = "prompt"
     ) -> tuple[int, ...]:
         def encode() -> tuple[int, ...]:
-            return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            return tuple(self.tokenizer.encode(text, add_special_tokens, cache_salt))
 
         token_ids = await _offload(len(text), encode)
         if not token_ids:
