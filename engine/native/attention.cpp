@@ -18,10 +18,13 @@ void pdserve_decode_attention(const LayerCache* cache, const uint16_t* query, lo
 #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads)
     for (long s = 0; s < sequences; s++)
         for (long head = 0; head < cache->kv_heads; head++) {
+            static thread_local std::vector<Seen> seen;
+            seen.resize(group);
             long first = window && lens[s] > window ? lens[s] - window : 0;
             attend_head(query + s * query_stride + head * group * cache->dim, group, *cache, head,
-                        tables + s * table_stride, first, lens[s], scale,
-                        out + (s * heads + head * group) * cache->dim);
+                        tables + s * table_stride, first, lens[s], scale, seen.data());
+            for (long g = 0; g < group; g++)
+                join(&seen[g], 1, 1, cache->dim, out + (s * heads + head * group + g) * cache->dim);
         }
 }
 

@@ -67,12 +67,47 @@ inline __m512 scores_of(const __m512i query[D], const uint16_t* keys, long count
     return sums_of_16(products);
 }
 
+// What one query has seen of its keys; of 32 dimensions first those of `low`, as `store_unpacked`.
+struct Seen {
+    float maximum, total;
+    alignas(64) float sums[MAX_DIM];
+};
+
+// Sums over values whose unpacking took 4 of 8 dimensions to `low` and 4 to `high`, in order.
+inline void store_unpacked(uint16_t* out, __m512 low, __m512 high) {
+    const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i back = _mm512_add_epi32(front, _mm512_set1_epi32(8));
+    store_bf16(out, _mm512_permutex2var_ps(low, front, high));
+    store_bf16(out + 16, _mm512_permutex2var_ps(low, back, high));
+}
+
+// The answer [dim] of one query that has seen its keys in `count` parts, `stride` apart.
+inline void join(const Seen* parts, long count, long stride, long dim, uint16_t* out) {
+    float maximum = -INFINITY, total = 0;
+    for (long p = 0; p < count; p++)
+        if (parts[p * stride].maximum > maximum) maximum = parts[p * stride].maximum;
+    alignas(64) float sums[MAX_DIM] = {};
+    for (long p = 0; p < count; p++) {
+        const Seen& part = parts[p * stride];
+        float factor = expf(part.maximum - maximum);
+        total += part.total * factor;
+        for (long i = 0; i < dim; i += 16)
+            _mm512_store_ps(sums + i, _mm512_fmadd_ps(_mm512_load_ps(part.sums + i),
+                                                      _mm512_set1_ps(factor),
+                                                      _mm512_load_ps(sums + i)));
+    }
+    __m512 factor = _mm512_set1_ps(1 / total);
+    for (long i = 0; i < dim; i += 32)
+        store_unpacked(out + i, _mm512_mul_ps(_mm512_load_ps(sums + i), factor),
+                       _mm512_mul_ps(_mm512_load_ps(sums + i + 16), factor));
+}
+
 // HEADS queries [HEADS, 32 * D], which share KV head `head`, over tokens [first, len) of the blocks
-// `table`; out alike. Up to KEYS keys at a time, with a running maximum and total. Weights are
-// rounded to bfloat16, so that one instruction takes the values of two tokens.
+// `table`. Up to KEYS keys at a time, with a running maximum and total. Weights are rounded to
+// bfloat16, so that one instruction takes the values of two tokens.
 template <int HEADS, int D>
 void attend(const uint16_t* queries, const LayerCache& cache, long head, const int64_t* table,
-            long first, long len, float scale, uint16_t* out) {
+            long first, long len, float scale, Seen* out) {
     constexpr long DIM = 32 * D;
     __m512i query[HEADS][D];
     __m512 sums[HEADS][D][2];
@@ -136,26 +171,21 @@ void attend(const uint16_t* queries, const LayerCache& cache, long head, const i
             }
         at += count;
     }
-    // Unpacking took 4 of 8 dimensions to `low` and 4 to `high`.
-    const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i back = _mm512_add_epi32(front, _mm512_set1_epi32(8));
-    for (int g = 0; g < HEADS; g++)
-        for (int i = 0; i < D; i++) {
-            __m512 factor = _mm512_set1_ps(1 / totals[g]);
-            __m512 low = _mm512_mul_ps(sums[g][i][0], factor);
-            __m512 high = _mm512_mul_ps(sums[g][i][1], factor);
-            store_bf16(out + g * DIM + 32 * i, _mm512_permutex2var_ps(low, front, high));
-            store_bf16(out + g * DIM + 32 * i + 16, _mm512_permutex2var_ps(low, back, high));
-        }
+    for (int g = 0; g < HEADS; g++) {
+        out[g].maximum = maxima[g], out[g].total = totals[g];
+        for (int i = 0; i < D; i++)
+            for (int half = 0; half < 2; half++)
+                _mm512_store_ps(out[g].sums + 32 * i + 16 * half, sums[g][i][half]);
+    }
 }
 
 template <int D>
 void attend_group(const uint16_t* queries, long heads, const LayerCache& cache, long head,
-                  const int64_t* table, long first, long len, float scale, uint16_t* out) {
+                  const int64_t* table, long first, long len, float scale, Seen* out) {
     prefetch_block(cache, table[first / cache.block_size], head);
     for (long g = 0; g < heads;) {
         const uint16_t* from = queries + g * 32 * D;
-        uint16_t* to = out + g * 32 * D;
+        Seen* to = out + g;
         switch (heads - g) {
             case 1: attend<1, D>(from, cache, head, table, first, len, scale, to); g += 1; break;
             case 2: attend<2, D>(from, cache, head, table, first, len, scale, to); g += 2; break;
@@ -165,9 +195,10 @@ void attend_group(const uint16_t* queries, long heads, const LayerCache& cache, 
     }
 }
 
-// All `heads` queries of one KV head. Dimensions: DIMS in __init__.py.
+// All `heads` queries of one KV head over tokens [first, len), at least one; `out` has a place for
+// each. Dimensions: DIMS in __init__.py.
 inline void attend_head(const uint16_t* queries, long heads, const LayerCache& cache, long head,
-                        const int64_t* table, long first, long len, float scale, uint16_t* out) {
+                        const int64_t* table, long first, long len, float scale, Seen* out) {
     switch (cache.dim / 32) {
         case 1: return attend_group<1>(queries, heads, cache, head, table, first, len, scale, out);
         case 2: return attend_group<2>(queries, heads, cache, head, table, first, len, scale, out);

@@ -119,17 +119,12 @@ class Chunk {
                 for (long i = 0; i < DIM; i += 32)
                     multiply<2, false>(weights, SPAN, values + 2 * i, DIM, SPAN, count, sums + i, DIM);
         }
-        const __m512i front =
-            _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-        const __m512i back = _mm512_add_epi32(front, _mm512_set1_epi32(8));
         for (long r = 0; r < count; r++)
             for (long i = 0; i < DIM; i += 32) {
                 __m512 factor = _mm512_set1_ps(1 / totals[r]);
                 __m512 low = _mm512_mul_ps(_mm512_load_ps(sums + r * DIM + i), factor);
                 __m512 high = _mm512_mul_ps(_mm512_load_ps(sums + r * DIM + i + 16), factor);
-                uint16_t* to = out + r / heads * out_stride + r % heads * DIM + i;
-                store_bf16(to, _mm512_permutex2var_ps(low, front, high));
-                store_bf16(to + 16, _mm512_permutex2var_ps(low, back, high));
+                store_unpacked(out + r / heads * out_stride + r % heads * DIM + i, low, high);
             }
     }
 

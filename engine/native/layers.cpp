@@ -80,6 +80,10 @@ struct Step {
     uint16_t* activated;        // [rows, intermediate]
 };
 
+// Keys that are worth a part of their own, and pairs of rows and KV heads for each thread from which
+// on nothing needs to be cut.
+constexpr long PART_KEYS = 128, ENOUGH_PAIRS = 4;
+
 // The threads of a call: where they wait for each other, and what of a phase is left to take.
 class Crew {
    public:
@@ -155,10 +159,17 @@ void turn_head(uint16_t* head, const uint16_t* norm, const uint16_t* cos, const 
         for (long i = d.rotary_dim; i < d.dim; i += 16) store_bf16(head + i, _mm512_load_ps(x + i));
 }
 
+// Into how many parts the keys of single rows are cut, so that few long sequences are work for all
+// threads, and where what is seen of each part is kept.
+struct SingleRoom {
+    long parts;
+    Seen* room;
+};
+
 class Walk {
    public:
-    Walk(const Decoder& d, const Step& s, int thread, Crew& crew, uint16_t* packed)
-        : d_(d), s_(s), thread_(thread), crew_(crew), packed_(packed), rows_(s.rows),
+    Walk(const Decoder& d, const Step& s, int thread, Crew& crew, uint16_t* packed, SingleRoom seen)
+        : d_(d), s_(s), thread_(thread), crew_(crew), packed_(packed), seen_(seen), rows_(s.rows),
           residual_(s.residual), attended_(s.attended),
           width_((d.heads + 2 * d.kv_heads) * d.dim) {}
 
@@ -334,8 +345,8 @@ class Walk {
         }
         if (s_.num_chunks) crew_.wait();
         // A thread takes whole sequences where it can: heads of a block share its pages.
-        share(s_.num_singles * d_.kv_heads, [&](long item) {
-            attend_single(layer, cache, s_.singles[item / d_.kv_heads], item % d_.kv_heads);
+        share(s_.num_singles * d_.kv_heads * seen_.parts, [&](long item) {
+            attend_single(layer, cache, item / seen_.parts, item % seen_.parts);
         });
         long pieces = 0;
         for (ChunkWork& chunk : chunks) pieces += chunk.num_pieces();
@@ -346,14 +357,39 @@ class Walk {
             }
         });
         crew_.wait();
+        if (seen_.parts == 1) return;
+        share(s_.num_singles * d_.kv_heads, [&](long pair) { join_single(pair); });
+        crew_.wait();
     }
 
-    void attend_single(const Layer& layer, const LayerCache& cache, long r, long head) {
+    // One KV head of one row, both in `pair`, over one part of its keys.
+    void attend_single(const Layer& layer, const LayerCache& cache, long pair, long part) {
+        long r = s_.singles[pair / d_.kv_heads], head = pair % d_.kv_heads;
         long group = d_.heads / d_.kv_heads, len = s_.positions[r] + 1;
         long first = layer.window && len > layer.window ? len - layer.window : 0;
-        attend_head(s_.qkv + r * width_ + head * group * d_.dim, group, cache, head,
-                    table(s_.sequences[r]), first, len, d_.scale,
-                    attended_ + (r * d_.heads + head * group) * d_.dim);
+        long size = (len - first + seen_.parts - 1) / seen_.parts;
+        long from = first + part * size, end = from + size < len ? from + size : len;
+        Seen* seen = seen_of(pair, part);
+        if (from < end)
+            attend_head(s_.qkv + r * width_ + head * group * d_.dim, group, cache, head,
+                        table(s_.sequences[r]), from, end, d_.scale, seen);
+        else
+            for (long g = 0; g < group; g++) seen[g] = {-INFINITY, 0, {}};
+        if (seen_.parts == 1) join_single(pair);
+    }
+
+    void join_single(long pair) {
+        long r = s_.singles[pair / d_.kv_heads], head = pair % d_.kv_heads;
+        long group = d_.heads / d_.kv_heads;
+        for (long g = 0; g < group; g++)
+            join(seen_of(pair, 0) + g, seen_.parts, group, d_.dim,
+                 attended_ + (r * d_.heads + head * group + g) * d_.dim);
+    }
+
+    // [heads of a KV head]. With one part each thread has one place, which is joined at once.
+    Seen* seen_of(long pair, long part) {
+        long group = d_.heads / d_.kv_heads;
+        return seen_.room + (seen_.parts == 1 ? thread_ : pair * seen_.parts + part) * group;
     }
 
     // All keys and values are written: from here on only the rows matter that end in logits.
@@ -429,6 +465,7 @@ class Walk {
     int thread_;
     Crew& crew_;
     uint16_t* packed_;  // room for the chunks' keys and values of one layer
+    SingleRoom seen_;
     long rows_;
     float* residual_;
     uint16_t* attended_;
@@ -466,6 +503,17 @@ void give_way() {
     syscall(SYS_sched_setattr, 0, &attributes, 0);
 }
 
+SingleRoom room_for_singles(const Decoder& d, const Step& s, int threads) {
+    static thread_local std::vector<Seen> room;
+    long pairs = s.num_singles * d.kv_heads, parts = 1, longest = 0;
+    for (long i = 0; i < s.num_singles; i++)
+        if (s.positions[s.singles[i]] > longest) longest = s.positions[s.singles[i]];
+    if (pairs < ENOUGH_PAIRS * threads && threads > 1) parts = longest / PART_KEYS;
+    parts = parts < 1 ? 1 : parts > threads ? threads : parts;
+    room.resize((parts == 1 ? threads : pairs * parts) * (d.heads / d.kv_heads));
+    return {parts, room.data()};
+}
+
 }  // namespace
 
 extern "C" {
@@ -488,11 +536,12 @@ void pdserve_settle(const int* cpus, int threads) {
 void pdserve_layers(const Decoder* decoder, const Step* step, int threads) {
     Crew crew;
     uint16_t* packed = room_for_packed(*decoder, *step);
+    SingleRoom seen = room_for_singles(*decoder, *step, threads);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp single
         crew.threads = omp_get_num_threads();  // may be fewer than asked for
-        Walk(*decoder, *step, omp_get_thread_num(), crew, packed).run();
+        Walk(*decoder, *step, omp_get_thread_num(), crew, packed, seen).run();
     }
 }
 

@@ -148,6 +148,25 @@ def test_prompts_and_decoding_in_one_step_equal_torchs(
 
 
 @needs_native
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("name", ["llama", "qwen2-window"])
+def test_a_long_sequence_is_decoded_by_all_threads_as_by_one(
+    name: str, threads: int, tmp_path: Path
+) -> None:
+    files = save_tiny(make_tiny(name, head_dim=32, intermediate_size=128), tmp_path)
+    model, ids, steps = load_model(files, "bfloat16"), random_ids(400), [383, 1, 1, 1, 1, 13]
+    before, outs = torch.get_num_threads(), []
+    try:
+        for count in (1, threads):
+            torch.set_num_threads(count)
+            outs.append(PagedRunner(model, num_blocks=128).chunks(ids, steps)[383:387])
+    finally:
+        torch.set_num_threads(before)
+    alone, together = outs
+    torch.testing.assert_close(together, alone, atol=0.05, rtol=0.02)
+
+
+@needs_native
 def test_rows_without_logits_change_none(tmp_path: Path) -> None:
     files = save_tiny(make_tiny("llama", head_dim=32, intermediate_size=128), tmp_path)
     model = load_model(files, "bfloat16")
