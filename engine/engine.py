@@ -3,7 +3,6 @@
 import itertools
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,7 +24,7 @@ from engine.sequence import Sequence, SequenceState, check_request, check_token_
 from engine.speculative import NgramProposer, Proposer, Speculation
 from engine.staging import Staging
 from engine.step import StepInputs, prepare
-from engine.types import EngineStats, Model, PooledModel, SequenceOutput
+from engine.types import BeforeModel, EngineStats, Model, PooledModel, SequenceOutput
 
 logger = logging.getLogger(__name__)
 
@@ -221,22 +220,27 @@ class Engine:
 
     # ------------------------------------------------------------------ a step
 
-    def step(self, before_model: Callable[[], None] = lambda: None) -> list[SequenceOutput]:
-        """Computes one batch; `before_model` is called when a model is about to run, maybe more
-        than once. One output for every sequence that was admitted, advanced towards
-        a hand-over, sampled or ended. If the model or the sampler raises, the sequences of the
+    def step(self, before_model: BeforeModel | None = None) -> list[SequenceOutput]:
+        """Computes one batch. One output for every sequence that was admitted, advanced towards a
+        hand-over, sampled or ended. `before_model` is called when a model is about to run, maybe
+        more than once, with outputs that then are not returned: of what was admitted, so that a
+        peer can prepare for it meanwhile. If the model or the sampler raises, the sequences of the
         batch end with an `error`, and the engine can go on with the others. Raises RankLostError
         when a part of the model is gone, which ends the engine."""
         started = time.monotonic()
-        if self._speculation is not None:  # scheduling may run its model
-            before_model()
+        if before_model is not None and self._speculation is not None:
+            before_model([])  # scheduling may run its model
         plan = self.scheduler.schedule()
         for seq in plan.admitted:
             seq.queue_seconds = started - seq.added_at
         num_prompt_tokens = sum(n for seq, n in plan.steps if seq.is_prefilling)
         num_decodes = sum(not seq.is_prefilling for seq, _ in plan.steps)
-        result = self._run(plan, before_model)
-        outputs = self._postprocess(plan, result)
+        admitted = [_admitted(seq) for seq in plan.admitted]
+        if before_model is not None and plan.steps:
+            before_model(admitted)
+            admitted = []
+        result = self._run(plan)
+        outputs = self._postprocess(plan, admitted, result)
         step_seconds = time.monotonic() - started
         self._meter.note(num_prompt_tokens, num_decodes, step_seconds)
         for output in outputs:
@@ -244,12 +248,11 @@ class Engine:
         return outputs
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan, before_model: Callable[[], None]) -> "_StepResult | Exception":
+    def _run(self, plan: StepPlan) -> "_StepResult | Exception":
         if not plan.steps:
             return _StepResult()
         try:
             inputs = prepare(plan)
-            before_model()
             logits, hidden = self._forward(inputs)
             result, start = _StepResult(), len(inputs.sampled)
             if start:
@@ -303,11 +306,11 @@ class Engine:
         return self.model.forward(input_ids, positions, inputs.batch, rows)
 
     def _postprocess(
-        self, plan: StepPlan, result: "_StepResult | Exception"
+        self, plan: StepPlan, admitted: list[SequenceOutput], result: "_StepResult | Exception"
     ) -> list[SequenceOutput]:
         self.made_progress = plan.made_progress or bool(self._early)
         early, self._early = self._early, []
-        outputs = {seq.request_id: _admitted(seq) for seq in plan.admitted}
+        outputs = {output.request_id: output for output in admitted}
         if isinstance(result, Exception):
             for seq, _ in plan.steps:
                 self._fail(seq, outputs, f"the engine failed in a step: {result}")

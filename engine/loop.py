@@ -5,7 +5,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -27,11 +27,11 @@ class EngineLoop:
 
     - Calls run in order of arrival, between steps. One that was made before `stop` returned
       gets a result or an exception, always.
-    - `on_outputs` gets the outputs of a step, never empty, before any later call runs. While
-      steps follow each other it is when the model begins with the next one: from there on this
-      thread holds no lock of the interpreter, and whoever handles the outputs does not hold it
-      up. `on_crash` is the last thing called, at most once. Both run on this thread and must not
-      block.
+    - `on_outputs` gets outputs in the order of steps, never none, before any later call runs.
+      While steps follow each other it gets those of a step when the model begins with the next
+      one, and with them what that one has admitted: from there on this thread holds no lock of
+      the interpreter, and whoever handles the outputs does not hold it up. `on_crash` is the
+      last thing called, at most once. Both run on this thread and must not block.
     - The thread sleeps while there is no work, and while a step changes nothing: only a call
       can change that.
     - With PDSERVE_DEBUG=1 the engine's books are checked whenever it is idle; an error there is
@@ -116,8 +116,8 @@ class EngineLoop:
             self._deliver()
         return self._engine.made_progress
 
-    def _deliver(self) -> None:
-        outputs, self._undelivered = self._undelivered, []
+    def _deliver(self, more: Sequence[SequenceOutput] = ()) -> None:
+        outputs, self._undelivered = [*self._undelivered, *more], []
         if outputs:
             self._on_outputs(outputs)
 

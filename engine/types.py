@@ -1,5 +1,6 @@
 """What goes into the engine and what comes out."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -31,6 +32,9 @@ class SequenceOutput:
     # Tokens whose KV is final, after this step.
     num_computed_tokens: int = 0
     error: str | None = None  # the engine could not go on with this sequence
+
+
+BeforeModel = Callable[[list[SequenceOutput]], None]
 
 
 @dataclass(frozen=True, slots=True)

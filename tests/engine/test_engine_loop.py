@@ -69,8 +69,10 @@ def test_outputs_come_once_a_step_in_one_list(harness):
     names = ["a", "b"]
     requests = [make_request(name, [1, 2, 3], max_tokens=3) for name in names]
     harness.loop.call(lambda engine: [engine.add(r) for r in requests]).result(WAIT)
-    for _ in range(3):
-        assert [o.request_id for o in harness.outputs.get(timeout=WAIT)] == names
+    steps = [harness.outputs.get(timeout=WAIT) for _ in range(4)]
+    assert [[o.request_id for o in outputs] for outputs in steps] == [names] * 4
+    assert [[o.admitted for o in outputs] for outputs in steps] == [[True] * 2] + [[False] * 2] * 3
+    assert [[len(o.token_ids) for o in outputs] for outputs in steps] == [[0] * 2] + [[1] * 2] * 3
     harness.loop.call(lambda engine: None).result(WAIT)
     assert harness.outputs.empty()
 
@@ -88,8 +90,9 @@ def test_a_steps_outputs_come_when_the_model_begins_the_next_one(harness):
     harness.model.forward, harness.before_step = watched, at_the_start_of_a_step
     harness.add("r", max_tokens=3)
     harness.wait_until_idle()
-    assert seen == [0, 0, 0, 1, 1, 2]
-    assert harness.outputs.qsize() == 3  # the last ones at once: no step follows
+    # Before each step, and when its model begins: first with what was admitted.
+    assert seen == [0, 1, 1, 2, 2, 3]
+    assert harness.outputs.qsize() == 4  # the last ones at once: no step follows
 
 
 def test_a_steps_outputs_come_before_a_call_that_was_made_meanwhile(harness):
@@ -102,7 +105,7 @@ def test_a_steps_outputs_come_before_a_call_that_was_made_meanwhile(harness):
     harness.before_step = call
     harness.add("r", max_tokens=3)
     harness.wait_until_idle()
-    assert seen == [1]
+    assert seen == [2]  # what was admitted, and the first token
 
 
 def test_calls_run_on_the_engine_thread_in_order(harness):
@@ -191,6 +194,8 @@ def test_progress_is_tied_to_steps_and_an_idle_engine_is_fine(harness):
 def test_a_failing_step_is_an_output_and_no_crash(harness):
     harness.model.next_error = RuntimeError("boom")
     harness.add("r")
+    (admitted,) = harness.outputs.get(timeout=WAIT)
+    assert admitted.admitted and admitted.error is None
     (output,) = harness.outputs.get(timeout=WAIT)
     assert "boom" in output.error
     harness.add("r", max_tokens=2)
