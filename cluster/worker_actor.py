@@ -78,7 +78,12 @@ class WorkerActor:
         if that is on another node."""
         self._controller, self._wanted = controller, wanted
         if self._worker is not None:
-            self._worker.runtime.controller = controller
+            self._tell_controller(self._worker)
+
+    def _tell_controller(self, worker: Any) -> None:
+        """To the worker's runtime, whose status tells routers. Only rank 0 has one."""
+        if self._settings is not None and self._settings.rank == 0:
+            worker.runtime.controller = self._controller
 
     async def open_rendezvous(self, host: str) -> str:
         """Of rank 0 of several: the address where they will meet, on a free port. `host` is as in
@@ -116,7 +121,7 @@ class WorkerActor:
             module, _, name = self._worker_class.partition(":")
             worker = getattr(importlib.import_module(module), name)(settings)
             await worker.start(self._report)
-            worker.runtime.controller = self._controller
+            self._tell_controller(worker)
             self._worker = worker
             return StartOutcome()
         except (ConfigError, ModelError) as error:
