@@ -137,17 +137,15 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def settle_threads() -> None:
-    """The calling thread and those that compute for it let whatever wakes up beside them run at
-    once: what carries tokens on their way takes microseconds. And they get a core each, if there
-    are as many as this process may use: left to itself, the kernel puts two of them on one core
-    for milliseconds, whenever something short runs on the other. Fewer threads share the host with
-    other workers, and stay where the kernel puts them."""
+    """Gives the calling thread and those that compute for it a core each, if there are as many as
+    this process may use: left to itself, the kernel puts two of them on one core for
+    milliseconds, whenever something short runs on the other. There they let whatever wakes up
+    beside them run at once: what carries tokens on their way takes microseconds. Fewer threads
+    share the host with other workers, and stay as they are."""
     loaded, threads = library(), torch.get_num_threads()
-    if loaded is None:
-        return
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    has_all = threads == len(cpus) > 1
-    loaded.pdserve_settle((ctypes.c_int * threads)(*cpus) if has_all else None, threads)
+    if loaded is not None and threads == len(cpus) > 1:
+        loaded.pdserve_settle((ctypes.c_int * threads)(*cpus), threads)
 
 
 class Weight(ctypes.Structure):

@@ -487,7 +487,8 @@ uint16_t* room_for_packed(const Decoder& d, const Step& s) {
 // Linux lets a thread of the usual policy run to the end of its slice, some 3 ms, before another
 // that wakes up has its turn, unless that one's slice is shorter. A token has five such wake-ups to
 // go through on its way to the client. So a long slice: its share of the processor stays the same.
-// Kernels before 6.12 have one slice for all, and ignore it.
+// Only on a core of its own: two such threads on one would take turns of 100 ms. Kernels before
+// 6.12 have one slice for all, and ignore it.
 void give_way() {
     struct {  // sched_attr of the kernel
         uint32_t size, policy;
@@ -518,18 +519,16 @@ SingleRoom room_for_singles(const Decoder& d, const Step& s, int threads) {
 
 extern "C" {
 
-// From now on the calling thread and its team give way at once to whatever wakes up on their core,
-// and each has a core of its own if there are `cpus`. What fails leaves them as they were.
+// From now on the calling thread and its team have a core each, and give way at once to whatever
+// wakes up on it. What fails leaves them as they were.
 void pdserve_settle(const int* cpus, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         give_way();
-        if (cpus) {
-            cpu_set_t own;
-            CPU_ZERO(&own);
-            CPU_SET(cpus[omp_get_thread_num()], &own);
-            sched_setaffinity(0, sizeof own, &own);
-        }
+        cpu_set_t own;
+        CPU_ZERO(&own);
+        CPU_SET(cpus[omp_get_thread_num()], &own);
+        sched_setaffinity(0, sizeof own, &own);
     }
 }
 
