@@ -12,6 +12,7 @@ from typing import Any
 
 from cluster.actor_process import end_with_raylet, log_to, node_address
 from core.errors import ConfigError, ModelError, PdserveError
+from core.host import spare_collector
 from core.logs import use_format
 from core.types import Role
 from core.worker_settings import WorkerSettings
@@ -122,11 +123,8 @@ class WorkerActor:
             module, _, name = self._worker_class.partition(":")
             worker = getattr(importlib.import_module(module), name)(settings)
             await worker.start(self._report)
-            # What is there now stays: a look at all of it takes the collector 100 to 500 ms, in
-            # which every stream of this worker would stand still. As in the router.
             gc.collect()
-            gc.freeze()
-            gc.set_threshold(20_000, 20, 20)
+            spare_collector()
             self._tell_controller(worker)
             self._worker = worker
             return StartOutcome()

@@ -8,7 +8,6 @@ process serves nothing itself: `router.processes.supervisor` starts that many of
 
 import argparse
 import asyncio
-import gc
 import logging
 import signal
 import sys
@@ -19,6 +18,7 @@ import uvloop
 
 from core.config import Config, load_config
 from core.errors import ConfigError, ModelError
+from core.host import spare_collector
 from core.logs import use_format
 from core.model_files import resolve_model
 from router.processes.share import Share
@@ -65,10 +65,7 @@ async def _serve(
     if share is not None:  # a supervisor that is gone has closed the other end
         loop.add_reader(sys.stdin.fileno(), stop.set)
     server = RouterServer(config, model_name, tokenizer, controller, share=share)
-    # What is there now stays. The collector need not look at it again, and not after every few
-    # hundred objects of the requests that come: nearly all are freed without it.
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    spare_collector()
     await server.start()
     logger.info(
         "serving %s on http://%s and grpc://%s",

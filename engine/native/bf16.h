@@ -83,7 +83,6 @@ struct Int8 {  // tiles [out / 64, in / 2, 64, 2]; whole numbers, exact in bfloa
     const int8_t* tile;
     Int8(const void* tiles, const uint16_t*, long channel, long inputs)
         : tile(static_cast<const int8_t*>(tiles) + channel * inputs) {}
-    static constexpr bool HAS_MIDPOINT = false;
     void at_group(long, int) {}
     __m512 add_group(__m512 sum, __m512 group, float x_scale, float) const {
         return _mm512_fmadd_ps(group, _mm512_set1_ps(x_scale), sum);
@@ -107,7 +106,6 @@ struct Int4 {  // tiles [out / 64, in / 2, 64]: an even input, above it the odd 
     Int4(const void* tiles, const uint16_t* all, long channel, long inputs)
         : tile(static_cast<const uint8_t*>(tiles) + channel * inputs / 2),
           scales(all + channel * inputs / GROUP * 2) {}
-    static constexpr bool HAS_MIDPOINT = true;
     void at_group(long group, int v) {
         const uint16_t* from = scales + group * 2 * TILE + 16 * v;
         scale = load_bf16(from);
