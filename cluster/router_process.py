@@ -21,8 +21,10 @@ _POLL_S = 0.1
 
 
 class RouterProcess:
-    """Owns one router process and its log file. It runs in a session of its own, so that a
-    terminal's Ctrl-C reaches it through its owner alone, and it never outlives this process.
+    """Owns one router process and its log file. It runs in a process group of its own, so that
+    a terminal's Ctrl-C reaches it through its owner alone, and it never outlives this process. Not
+    in a session of its own: Linux shares processors out among sessions first (autogroups), and a
+    router that had just read a long prompt then waited up to 100 ms for its workers' compute.
     Once it was healthy, an unexpected end is answered with a restart, after a growing pause."""
 
     def __init__(self, arguments: Sequence[str], url: str, log_path: Path) -> None:
@@ -92,7 +94,7 @@ class RouterProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
+                process_group=0,
             )
 
     async def _keep(self) -> None:
