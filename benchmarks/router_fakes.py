@@ -151,7 +151,9 @@ class Fakes:
             if steps is not None:
                 if index == last:
                     await context.write(self._steps_ended)
-                steps.put(message.request_id, tokens)
+                    steps.put(message.request_id, tokens)
+                else:
+                    steps.put_token(message.request_id, whole.step_number, index, TOKEN)
             else:
                 await context.write(pb.DecodeEvent(tokens=tokens).SerializeToString())
 

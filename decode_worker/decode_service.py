@@ -15,6 +15,43 @@ from worker.runtime import WorkerRuntime, now
 from worker.step_stream import StepStream, StepStreams
 
 
+class _Steps:
+    """Where the tokens of one call go, if not on the call itself."""
+
+    def __init__(self, stream: StepStream, message: pb.DecodeRequest) -> None:
+        self._stream = stream
+        self._request_id = message.request.request_id
+        self._number = message.step_number
+        self._due = 0  # index of the next token, while `next` runs
+
+    def put(self, tokens: pb.Tokens) -> None:
+        """Raises UnavailableError."""
+        self._stream.put(self._request_id, tokens)
+
+    async def next(self, outputs: OutputStream, due: int) -> tuple[SequenceOutput, int]:
+        """The next output that is more than a token, as nearly none is: the tokens before it are
+        sent as they come, from index `due` on. With the index of the next one. Raises as
+        `OutputStream.next`."""
+        self._due = due
+        return await outputs.next(self._take), self._due
+
+    def _take(self, output: SequenceOutput) -> bool:
+        if (
+            len(output.token_ids) != 1
+            or output.logprobs is not None
+            or output.finish_reason is not None
+            or output.error is not None
+            or output.admitted
+            or output.prompt_logprobs is not None
+            or not self._number
+            or not self._stream.is_open
+        ):
+            return False
+        self._stream.put_token(self._request_id, self._number, self._due, output.token_ids[0])
+        self._due += 1
+        return True
+
+
 class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
     def __init__(self, runtime: WorkerRuntime, peers: PeerBook) -> None:
         self._runtime = runtime
@@ -32,12 +69,16 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             self._runtime.check_callable(message.incarnation)
             request = codec.request_from_pb(message.request)
             log_attempt("decode", request, context)
-            steps = self._steps.get(message.steps)
+            steps = self._steps_of(message)
             with self._runtime.outputs.open(request.request_id) as outputs:
                 if message.HasField("source"):
                     await self._after_hand_over(request, message.source, outputs, context, steps)
                 else:
                     await self._from_scratch(request, outputs, context, steps)
+
+    def _steps_of(self, message: pb.DecodeRequest) -> _Steps | None:
+        stream = self._steps.get(message.steps)
+        return None if stream is None else _Steps(stream, message)
 
     async def _after_hand_over(
         self,
@@ -45,7 +86,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         source: pb.PeerAddress,
         outputs: OutputStream,
         context: grpc.aio.ServicerContext,
-        steps: StepStream | None,
+        steps: _Steps | None,
     ) -> None:
         arrived = now()
         num_emitted = len(request.output_token_ids) + 1  # P's token is the first of this attempt
@@ -70,7 +111,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         request: GenerationRequest,
         outputs: OutputStream,
         context: grpc.aio.ServicerContext,
-        steps: StepStream | None,
+        steps: _Steps | None,
     ) -> None:
         try:
             matcher = await self._runtime.matcher(request)
@@ -87,7 +128,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         outputs: OutputStream,
         num_emitted: int,
         context: grpc.aio.ServicerContext,
-        steps: StepStream | None,
+        steps: _Steps | None,
         scored: GenerationRequest | None = None,
         arrived: float | None = None,
     ) -> None:
@@ -97,7 +138,11 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         is_finished = False
         num_scored = 1  # nothing predicts the prompt's first token
         while not is_finished:
-            batch = [await outputs.next()]
+            if steps is None or arrived is not None:
+                output = await outputs.next()
+            else:
+                output, num_emitted = await steps.next(outputs, num_emitted)
+            batch = [output]
             while outputs.has_more():
                 batch.append(await outputs.next())
             if (started := _admission(batch)) is not None:
@@ -124,7 +169,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
                 continue
             if is_finished:
                 await context.write(pb.DecodeEvent(steps_ended=pb.StepsEnded()))
-            steps.put(request.request_id, tokens)
+            steps.put(tokens)
 
 
 def _admission(batch: list[SequenceOutput]) -> pb.DecodeStarted | None:

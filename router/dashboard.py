@@ -56,7 +56,7 @@ def dashboard_routes(frontend: Frontend, mode: str, share: Share | None = None) 
     async def events() -> Response:
         if feed.is_full:
             raise OverloadedError(f"{MAX_CLIENTS} dashboards are open already")
-        return GuardedResponse(event_stream(feed.events), lambda outcome: None)
+        return GuardedResponse(event_stream(lambda _: feed.events()), lambda outcome: None)
 
     @router.get("/dashboard/part", include_in_schema=False)
     async def part(since: int = -1) -> JSONResponse:

@@ -411,10 +411,16 @@ class StepsRequest(_message.Message):
     def __init__(self, stream_id: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class StepTokens(_message.Message):
-    __slots__ = ("sequences",)
+    __slots__ = ("sequences", "step_numbers", "indexes", "token_ids")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    STEP_NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     sequences: _containers.RepeatedCompositeFieldContainer[SequenceTokens]
-    def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceTokens, _Mapping]]] = ...) -> None: ...
+    step_numbers: _containers.RepeatedScalarFieldContainer[int]
+    indexes: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceTokens, _Mapping]]] = ..., step_numbers: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SequenceTokens(_message.Message):
     __slots__ = ("request_id", "tokens")
@@ -425,16 +431,18 @@ class SequenceTokens(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("request", "incarnation", "source", "steps")
+    __slots__ = ("request", "incarnation", "source", "steps", "step_number")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_NUMBER_FIELD_NUMBER: _ClassVar[int]
     request: GenerationRequest
     incarnation: str
     source: PeerAddress
     steps: str
-    def __init__(self, request: _Optional[_Union[GenerationRequest, _Mapping]] = ..., incarnation: _Optional[str] = ..., source: _Optional[_Union[PeerAddress, _Mapping]] = ..., steps: _Optional[str] = ...) -> None: ...
+    step_number: int
+    def __init__(self, request: _Optional[_Union[GenerationRequest, _Mapping]] = ..., incarnation: _Optional[str] = ..., source: _Optional[_Union[PeerAddress, _Mapping]] = ..., steps: _Optional[str] = ..., step_number: _Optional[int] = ...) -> None: ...
 
 class PeerAddress(_message.Message):
     __slots__ = ("worker_id", "address", "incarnation")

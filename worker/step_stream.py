@@ -15,6 +15,7 @@ class StepStream:
 
     def __init__(self) -> None:
         self.is_open = True
+        self._columns: list[tuple[int, int, int]] = []  # they go before those that wait
         self._waiting: list[pb.SequenceTokens] = []
         self._has_more = asyncio.Event()
 
@@ -25,13 +26,29 @@ class StepStream:
         self._waiting.append(pb.SequenceTokens(request_id=request_id, tokens=tokens))
         self._has_more.set()
 
+    def put_token(self, request_id: str, step_number: int, index: int, token_id: int) -> None:
+        """One token with nothing else to tell. Raises as `put`."""
+        if self._waiting or not self.is_open:
+            tokens = pb.Tokens(first_index=index, tokens=[pb.Token(id=token_id)])
+            self.put(request_id, tokens)
+            return
+        self._columns.append((step_number, index, token_id))
+        self._has_more.set()
+
     async def take(self) -> pb.StepTokens:
         """What all requests have said since the last call: a step's tokens, or more."""
         await self._has_more.wait()
-        taken, self._waiting = self._waiting[:_MAX_SEQUENCES], self._waiting[_MAX_SEQUENCES:]
-        if not self._waiting:
+        message = pb.StepTokens()
+        columns, self._columns = self._columns[:_MAX_SEQUENCES], self._columns[_MAX_SEQUENCES:]
+        if columns:
+            numbers, indexes, token_ids = zip(*columns, strict=True)
+            message = pb.StepTokens(step_numbers=numbers, indexes=indexes, token_ids=token_ids)
+        if not self._columns:
+            message.sequences.extend(self._waiting[:_MAX_SEQUENCES])
+            self._waiting = self._waiting[_MAX_SEQUENCES:]
+        if not self._columns and not self._waiting:
             self._has_more.clear()
-        return pb.StepTokens(sequences=taken)
+        return message
 
 
 class StepStreams:

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from core.errors import PdserveError
+from router.direct import Direct
 from router.http.errors import as_pdserve_error, error_event, error_response
 from router.http.server import BodyWriter
 
@@ -92,6 +93,15 @@ class _EventWriter:
         if self._waiting is not None:
             await self._waiting
             self._waiting = None
+        self.write_soon(event)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether `write` would not wait."""
+        return self._waiting is None
+
+    def write_soon(self, event: bytes) -> None:
+        """As `write`, while `is_free`."""
         self._buffer.append(event)
         if self._timer is None:
             wait = self._written_at + MERGE_S - self._loop.time()
@@ -145,18 +155,25 @@ class _EventWriter:
 
 
 def event_stream(
-    make_events: Callable[[], AsyncGenerator[bytes, None]],
+    make_events: Callable[[Direct[bytes]], AsyncGenerator[bytes, None]],
     failure: Callable[[PdserveError], bytes] = error_event,
 ) -> Work:
     """Server-sent events. A failure after the first is an event of its own, which `failure`
-    makes, and then the stream closes without `[DONE]`."""
+    makes, and then the stream closes without `[DONE]`. The generator may also put events, but
+    never its first, into what it is given, while it is asked for the next one."""
 
     async def work(scope: Scope, receive: Receive, send: Send) -> str:
         writer: _EventWriter | None = None
         outcome = "ok"
+
+        def take(event: bytes) -> None:
+            if event and writer is not None:
+                writer.write_soon(event)
+
+        direct = Direct(lambda: writer is not None and writer.is_free, take)
         try:
             try:
-                async with aclosing(make_events()) as events:
+                async with aclosing(make_events(direct)) as events:
                     async for event in events:
                         if not event:
                             continue

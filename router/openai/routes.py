@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from core.errors import PdserveError, RequestError
 from router.access.caller import Caller
+from router.direct import Direct
 from router.http.request_body import read_json
 from router.http.responses import GuardedResponse, event_stream, whole
 from router.openai.format import CHAT, COMPLETION, Shape, make_formatter
@@ -99,7 +100,8 @@ def openai_routes(frontend: Frontend, max_body_bytes: int) -> APIRouter:
         timeline.response_id = ready.writer.response_id
         generation = frontend.generation(ready.request, timeline)
         if ready.streams:
-            work = event_stream(lambda: _events(frontend, generation, ready), ready.writer.failure)
+            events = partial(_events, frontend, generation, ready)
+            work = event_stream(events, ready.writer.failure)
         else:
             work = whole(lambda: _collected(frontend, generation, ready))
         return GuardedResponse(work, count)
@@ -138,12 +140,13 @@ def openai_routes(frontend: Frontend, max_body_bytes: int) -> APIRouter:
 
 
 async def _events(
-    frontend: Frontend, generation: Generation, ready: Prepared
+    frontend: Frontend, generation: Generation, ready: Prepared, direct: Direct[bytes]
 ) -> AsyncGenerator[bytes, None]:
+    chunk = ready.writer.chunk
     with frontend.admission.slot(generation.request.num_choices):
-        async with aclosing(generation.deltas()) as deltas:
+        async with aclosing(generation.deltas(direct.after(chunk))) as deltas:
             async for delta in deltas:
-                yield ready.writer.chunk(delta)
+                yield chunk(delta)
         timings = timeline_view(generation.timeline) if ready.timed else None
         yield ready.writer.last_chunk(generation.usage, timings)
 

@@ -5,8 +5,9 @@ import asyncio
 import logging
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import grpc
@@ -19,8 +20,14 @@ logger = logging.getLogger(__name__)
 _AGAIN_S = 1.0
 # Messages that one reader takes before others have their turn.
 _FAIR_TURN = 16
+# Numbers of attempts fit into 32 bits; so many are never open at once.
+_NUMBERS = 1 << 31
 # Readers that are woken in one turn of the event loop.
 _WAKES = 16
+
+
+# What comes for an attempt: a token and its position in the output, or more than that.
+Item = tuple[int, int] | worker_pb2.Tokens
 
 
 class Inbox:
@@ -28,19 +35,20 @@ class Inbox:
     One reader."""
 
     def __init__(self) -> None:
-        self._items: deque[worker_pb2.Tokens] = deque()
+        self._items: deque[Item] = deque()
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._direct: Callable[[Item], bool] | None = None  # while the reader waits
         self._num_at_once = 0  # taken since the reader last had to wait
         self._is_due = False  # somebody is about to call `wake`
 
-    def put(self, tokens: worker_pb2.Tokens) -> None:
-        self._items.append(tokens)
+    def put(self, item: Item) -> None:
+        self._items.append(item)
         self.wake()
 
-    def put_quietly(self, tokens: worker_pb2.Tokens) -> bool:
+    def put_quietly(self, item: Item) -> bool:
         """As `put`, but the caller has to call `wake`, unless this returns False."""
-        self._items.append(tokens)
+        self._items.append(item)
         was_due, self._is_due = self._is_due, True
         return not was_due
 
@@ -50,22 +58,40 @@ class Inbox:
             self._error = error
         self.wake()
 
-    async def take(self) -> worker_pb2.Tokens:
+    async def take(self, direct: Callable[[Item], bool] | None = None) -> Item:
+        """The next item that `direct` does not take: those that come while this waits are offered
+        to it, when it is the reader's turn. Raises what `direct` raises."""
         while not self._items:
             if self._error is not None:
                 raise self._error
             self._num_at_once = 0
+            self._direct = direct
             self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            try:
+                await self._waiter
+            finally:
+                self._direct = None
         self._num_at_once += 1
         if self._num_at_once % _FAIR_TURN == 0:
             await asyncio.sleep(0)
         return self._items.popleft()
 
     def wake(self) -> None:
+        """It is the reader's turn."""
         self._is_due = False
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._direct is not None:
+            try:
+                while self._items and self._direct(self._items[0]):
+                    self._items.popleft()
+            except Exception as error:
+                self._waiter.set_exception(error)
+                return
+            if not self._items and self._error is None:
+                return
+            self._direct = None
+        self._waiter.set_result(None)
 
 
 class StepReader:
@@ -82,17 +108,21 @@ class StepReader:
         self._worker_id = worker_id
         self._incarnation = incarnation
         self._inboxes: dict[str, Inbox] = {}
+        self._by_number: dict[int, Inbox] = {}
+        self._numbers = count(1)
         self._due: deque[Inbox] = deque()  # to be woken
 
     @contextmanager
-    def receiving(self, request_id: str, inbox: Inbox) -> Iterator[None]:
+    def receiving(self, request_id: str, inbox: Inbox) -> Iterator[int]:
         """Tokens of this attempt go to `inbox` while the body runs; if the stream breaks, so does
-        the inbox, with UnavailableError."""
-        self._inboxes[request_id] = inbox
+        the inbox, with UnavailableError. Yields the number by which the worker may call it."""
+        number = next(self._numbers) % _NUMBERS + 1
+        self._inboxes[request_id] = self._by_number[number] = inbox
         try:
-            yield
+            yield number
         finally:
             self._inboxes.pop(request_id, None)
+            self._by_number.pop(number, None)
 
     async def follow(self, stub: Any) -> None:
         """Opens the stream, again when it breaks. Returns if the worker has none to offer."""
@@ -117,15 +147,20 @@ class StepReader:
             while (message := await call.read()) is not grpc.aio.EOF:
                 self.stream_id = stream_id
                 is_waking = bool(self._due)
+                columns = message.step_numbers, message.indexes, message.token_ids
+                for number, *token in zip(*columns, strict=False):
+                    self._put(self._by_number.get(number), tuple(token))
                 for sequence in message.sequences:
-                    # Unknown: its attempt has ended, and its worker is about to hear of it.
-                    inbox = self._inboxes.get(sequence.request_id)
-                    if inbox is not None and inbox.put_quietly(sequence.tokens):
-                        self._due.append(inbox)
+                    self._put(self._inboxes.get(sequence.request_id), sequence.tokens)
                 if not is_waking:
                     self._wake_some()
         finally:
             call.cancel()
+
+    def _put(self, inbox: Inbox | None, item: Item) -> None:
+        """No inbox: the attempt has ended, and its worker is about to hear of it."""
+        if inbox is not None and inbox.put_quietly(item):
+            self._due.append(inbox)
 
     def _wake_some(self) -> None:
         for _ in range(min(_WAKES, len(self._due))):
@@ -137,5 +172,6 @@ class StepReader:
         if self._inboxes:
             logger.warning("%s", reason)
         inboxes, self._inboxes = self._inboxes, {}
+        self._by_number.clear()
         for inbox in inboxes.values():
             inbox.fail(UnavailableError(reason))

@@ -28,9 +28,10 @@ from core.errors import (
     UnavailableError,
 )
 from core.types import FinishReason, GenerationRequest, TokenLogprobs
+from router.direct import Direct
 from router.placement.placer import Placement
 from router.placement.policy import EXPECTED_OUTPUT
-from router.placement.step_stream import Inbox
+from router.placement.step_stream import Inbox, Item
 from router.placement.worker import Worker
 from rpc import codec, worker_pb2
 from rpc.status import error_from_rpc
@@ -97,6 +98,7 @@ class Attempt:
         self._decode_read: asyncio.Future[Any] | None = None
         # Where tokens come by the worker's steps, unless it sends them on the call itself.
         self._inbox: Inbox | None = None
+        self._step_number = 0
         self._decode_rest: asyncio.Task[None] | None = None  # then reads D's call to its end
         # Reads P's call to its end, once the first token is there.
         self._prefill_rest: asyncio.Future[None] | None = None
@@ -130,8 +132,11 @@ class Attempt:
             if self._inbox is not None:
                 self._inbox.fail(failed)
 
-    async def tokens(self) -> AsyncGenerator[TokenBatch, None]:
-        """The output from `len(output_token_ids)` on. Raises AttemptFailed."""
+    async def tokens(
+        self, direct: Direct[TokenBatch] | None = None
+    ) -> AsyncGenerator[TokenBatch, None]:
+        """The output from `len(output_token_ids)` on. `direct` may get batches between the first
+        and the last. Raises AttemptFailed."""
         prefill, decode = self.placement.prefill, self.placement.decode
         with ExitStack() as counted:
             for worker in self.placement.workers:
@@ -144,7 +149,8 @@ class Attempt:
             # Scores come on the call, and before the tokens.
             if steps.stream_id and self._request.sampling.prompt_logprobs is None:
                 self._inbox = Inbox()
-                counted.enter_context(steps.receiving(self.request_id, self._inbox))
+                receiving = steps.receiving(self.request_id, self._inbox)
+                self._step_number = counted.enter_context(receiving)
             try:
                 self._open()
                 if prefill is not None:
@@ -155,9 +161,11 @@ class Attempt:
                     if first.finish_reason is not None:
                         return
                     self._prefill_rest = asyncio.ensure_future(self._hand_over(prefill))
-                by_steps = self._inbox is not None
-                decoded = self._decoded_by_steps if by_steps else self._decoded_by_call
-                async for batch in decoded(decode):
+                if self._inbox is not None:
+                    decoded = self._decoded_by_steps(decode, self._inbox, direct)
+                else:
+                    decoded = self._decoded_by_call(decode)
+                async for batch in decoded:
                     if not is_first_seen:
                         queued.close()
                         is_first_seen = True
@@ -199,6 +207,7 @@ class Attempt:
                     incarnation=decode.incarnation,
                     source=source,
                     steps=decode.steps.stream_id if self._inbox is not None else "",
+                    step_number=self._step_number,
                 ),
                 metadata=self._metadata,
             )
@@ -265,25 +274,34 @@ class Attempt:
                 if batch.finish_reason is not None:
                     return
 
-    async def _decoded_by_steps(self, decode: Worker) -> AsyncGenerator[TokenBatch, None]:
+    async def _decoded_by_steps(
+        self, decode: Worker, inbox: Inbox, direct: Direct[TokenBatch] | None
+    ) -> AsyncGenerator[TokenBatch, None]:
         """Tokens from the worker's steps, once its call has said that it has started."""
-        inbox = self._inbox
-        assert inbox is not None
+
+        def take(item: Item) -> bool:
+            if direct is None or not isinstance(item, tuple) or not direct.is_open():
+                return False
+            direct.take(self._take(item, decode))
+            return True
+
         event = await self._next_decode_event()
         if not event.HasField("started"):
             error = UnavailableError(f"{decode.id} has not said that it has started")
             raise AttemptFailed(error, (decode,))
         self.decode_started = event.started
         self._decode_rest = asyncio.create_task(self._read_rest(decode, inbox))
+        past_readers = None
         while True:
             try:
-                batch = self._take(await inbox.take(), decode)
+                batch = self._take(await inbox.take(past_readers), decode)
             except UnavailableError as error:  # the stream of steps has broken
                 decode.breaker.failed()
                 raise AttemptFailed(error, (decode,)) from None
             yield batch
             if batch.finish_reason is not None:
                 return
+            past_readers = take
 
     async def _read_rest(self, decode: Worker, inbox: Inbox) -> None:
         """D's call to its end, when its tokens come by steps."""
@@ -302,14 +320,18 @@ class Attempt:
         except grpc.aio.AioRpcError as error:
             inbox.fail(self._failure(error, decode))
 
-    def _take(self, tokens: worker_pb2.Tokens, decode: Worker) -> TokenBatch:
+    def _take(self, tokens: Item, decode: Worker) -> TokenBatch:
         """Raises AttemptFailed if they are not the next ones."""
-        if tokens.first_index != self._due:
+        first_index = tokens[0] if isinstance(tokens, tuple) else tokens.first_index
+        if first_index != self._due:
             raise AttemptFailed(
-                UnavailableError(f"{decode.id} sent token {tokens.first_index}, not {self._due}"),
+                UnavailableError(f"{decode.id} sent token {first_index}, not {self._due}"),
                 (decode,),
             )
         decode.breaker.succeeded()
+        if isinstance(tokens, tuple):
+            self._due += 1
+            return TokenBatch([tokens[1]], None, None)
         if self.first_step is None and tokens.HasField("first_step"):
             self.first_step = tokens.first_step
         self._due += len(tokens.tokens)

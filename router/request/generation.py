@@ -14,6 +14,8 @@ from core.errors import PdserveError
 from core.types import FinishReason, SamplingParams, TokenLogprobs
 from router.access.caller import Caller
 from router.chat.output import ReadingPlan
+from router.direct import Direct
+from router.request.attempt import TokenBatch
 from router.request.metrics import Metrics
 from router.request.pipeline import Pipeline, SequenceRequest, SequenceStats
 from router.request.timeline import Timeline, Timelines
@@ -49,7 +51,7 @@ class TextRequest:
 
 @dataclass(slots=True)  # not frozen: one is made for each token, and that takes twice as long
 class Delta:
-    """What is new in one choice, never changed. Token ids and logprobs cover every output token
+    """What is new in one choice. Token ids and logprobs cover every output token
     once, stop tokens included; text does not show stop tokens or what follows a stop string."""
 
     index: int
@@ -92,21 +94,22 @@ class Generation:
         self._knows_cached = False
         self._stats = [SequenceStats(own) for own in timeline.add_sequences(request.num_choices)]
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
+    async def deltas(self, direct: Direct[Delta] | None = None) -> AsyncGenerator[Delta, None]:
         """Deltas of all choices, each choice's in order. Closing it aborts every choice; the
-        first choice that fails ends them all. Raises PdserveError."""
+        first choice that fails ends them all. `direct` may get those of a single choice between
+        its first and its last. Raises PdserveError."""
         outcome = "cancelled"
         self.timeline.num_prompt_tokens = self.usage.prompt_tokens
         self._timelines.keep(self.timeline)
         try:
-            choices = [self._choice(i, h) for i, h in enumerate(self._hashes())]
+            below = None
+            if direct is not None and self.request.num_choices == 1:
+                below = direct.after(self._counted)
+            choices = [self._choice(i, h, below) for i, h in enumerate(self._hashes())]
             source = choices[0] if len(choices) == 1 else _merged(choices)
             async with aclosing(source) as deltas:
                 async for delta in deltas:
-                    self.usage.completion_tokens += len(delta.token_ids)
-                    if not self._knows_cached:
-                        self._update_cached()
-                    yield delta
+                    yield self._counted(delta)
             outcome = "ok"
         except PdserveError as error:
             outcome = error.message
@@ -121,6 +124,12 @@ class Generation:
             account = self.request.caller.account
             if account is not None:
                 account.spend_tokens(usage.prompt_tokens + usage.completion_tokens)
+
+    def _counted(self, delta: Delta) -> Delta:
+        self.usage.completion_tokens += len(delta.token_ids)
+        if not self._knows_cached:
+            self._update_cached()
+        return delta
 
     def _hashes(self) -> list[Sequence[bytes]]:
         """Block hashes for each choice. The last prompt token is always computed, so it is in no
@@ -147,7 +156,9 @@ class Generation:
             total += min(known, default=0)
         self.usage.cached_tokens = self.timeline.num_cached_tokens = total
 
-    async def _choice(self, index: int, hashes: Sequence[bytes]) -> AsyncGenerator[Delta, None]:
+    async def _choice(
+        self, index: int, hashes: Sequence[bytes], direct: Direct[Delta] | None
+    ) -> AsyncGenerator[Delta, None]:
         request = self.request
         sampling = replace(request.sampling, seed=(request.sampling.seed + index) & SEED_MASK)
         sequence = SequenceRequest(
@@ -162,20 +173,29 @@ class Generation:
         echo = self._tokenizer.decode(prompt, skip) if request.echo else ""
         timeline = self._stats[index].timeline
         clock = self._metrics.clock(timeline)
-        async with aclosing(self._pipeline.generate(sequence, self._stats[index])) as batches:
+
+        def delta_of(batch: TokenBatch) -> Delta:
+            if batch.token_ids:
+                timeline.tick(len(batch.token_ids))
+                clock.tick()
+            text, used, finish = text_of.add(batch.token_ids, batch.finish_reason)
+            logprobs = batch.logprobs[:used] if batch.logprobs is not None else None
+            if finish is not None:
+                timeline.finish(finish)
+                clock.finish()
+            ids = batch.token_ids[:used]
+            return Delta(index, text, ids, logprobs, finish, batch.prompt_logprobs)
+
+        below = None
+        if direct is not None and not request.stop:  # any token may end a text with stop strings
+            below = direct.after(delta_of)
+        source = self._pipeline.generate(sequence, self._stats[index], below)
+        async with aclosing(source) as batches:
             async for batch in batches:
-                if batch.token_ids:
-                    timeline.tick(len(batch.token_ids))
-                    clock.tick()
-                text, used, finish = text_of.add(batch.token_ids, batch.finish_reason)
-                logprobs = batch.logprobs[:used] if batch.logprobs is not None else None
-                if finish is not None:
-                    timeline.finish(finish)
-                    clock.finish()
-                text, echo = echo + text, ""
-                ids = batch.token_ids[:used]
-                yield Delta(index, text, ids, logprobs, finish, batch.prompt_logprobs)
-                if finish is not None:
+                delta = delta_of(batch)
+                delta.text, echo = echo + delta.text, ""
+                yield delta
+                if delta.finish_reason is not None:
                     return
 
 

@@ -18,6 +18,7 @@ from core.errors import PdserveError, RequestError
 from core.logs import about
 from core.types import FinishReason, GenerationRequest, SamplingParams
 from router.access.caller import Caller
+from router.direct import Direct
 from router.placement.placer import Placement, Placer
 from router.placement.policy import EXPECTED_OUTPUT, Demand
 from router.placement.turnstile import Estimate, Turnstile
@@ -87,23 +88,33 @@ class Pipeline:
         self._waits = waits
 
     async def generate(
-        self, sequence: SequenceRequest, stats: SequenceStats
+        self,
+        sequence: SequenceRequest,
+        stats: SequenceStats,
+        direct: Direct[TokenBatch] | None = None,
     ) -> AsyncGenerator[TokenBatch, None]:
-        """Yields the output in batches; the last one has a finish reason. Closing the generator
-        cancels both legs. Raises PdserveError when no attempt is left or the input is refused."""
+        """Yields the output in batches; the last one has a finish reason. `direct` may get some
+        between the first and the last. Closing the generator cancels both legs. Raises
+        PdserveError when no attempt is left or the input is refused."""
         self._budget.add_request()
         names = [short_hash(value) for value in sequence.hashes]
         emitted: list[int] = []
         avoid: set[str] = set()
+
+        def noted(batch: TokenBatch) -> TokenBatch:
+            emitted.extend(batch.token_ids)
+            return batch
+
+        below = direct.after(noted) if direct is not None else None
         while len(emitted) < max(1, sequence.sampling.max_tokens):
             searched = stats.timeline.request.now()
             attempt = await self._begin(sequence, names, emitted, avoid, stats)
             stats.timeline.begin_attempt(attempt, searched, len(emitted))
             outcome = "cancelled"
             try:
-                async with aclosing(attempt.tokens()) as batches:
+                async with aclosing(attempt.tokens(below)) as batches:
                     async for batch in batches:
-                        emitted += batch.token_ids
+                        noted(batch)
                         _note_cached_tokens(attempt, sequence, stats)
                         if batch.finish_reason is not None:
                             outcome = "ok"

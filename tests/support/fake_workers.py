@@ -95,6 +95,7 @@ class FakeWorker:
         self._events: set[asyncio.Queue[worker_pb2.KvBlockEvents | None]] = set()
         self.steps = StepStreams()
         self.has_steps = True  # False: tokens come on each request's own call
+        self.has_columns = True  # False: each with its request's id, as an older worker's
         self._server = make_server()
         self._deaths: list[asyncio.Task[None]] = []
 
@@ -389,7 +390,13 @@ class _Decode(worker_pb2_grpc.DecodeServiceServicer):
                     else:
                         if reason:
                             yield worker_pb2.DecodeEvent(steps_ended=worker_pb2.StepsEnded())
-                        steps.put(request.request_id, tokens)
+                        is_more = reason or tokens.HasField("first_step")
+                        is_more = is_more or token.HasField("logprob")
+                        if is_more or not (worker.has_columns and message.step_number):
+                            steps.put(request.request_id, tokens)
+                        else:
+                            number = message.step_number
+                            steps.put_token(request.request_id, number, index, token.id)
                     index += 1
                     num_sent += 1
                     worker.num_tokens += 1
