@@ -145,8 +145,9 @@ void attend(const uint16_t* queries, const LayerCache& cache, long head, const i
                             _mm512_mul_ps(sums[g][i][half], _mm512_set1_ps(shrink));
                 maxima[g] = largest;
             }
+            scores = _mm512_sub_ps(scores, _mm512_set1_ps(maxima[g]));
             scores = _mm512_maskz_mov_ps(
-                seen, exp_ps(_mm512_sub_ps(scores, _mm512_set1_ps(maxima[g]))));
+                seen, exp2_ps(_mm512_mul_ps(scores, _mm512_set1_ps(LOG2_E))));
             totals[g] += _mm512_reduce_add_ps(scores);
             __m512 rounded = _mm512_castsi512_ps(
                 _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(scores)));

@@ -8,6 +8,7 @@ namespace pdserve {
 
 constexpr long SPAN = 64;   // keys of a packed piece
 constexpr long ROWS = 32;   // query rows, tokens times heads of a group, that go through together
+constexpr float LEEWAY = 8;  // powers of 2
 
 // 16 x 16 numbers of 32 bits, rows to columns.
 inline void transpose(__m512i rows[16]) {
@@ -90,12 +91,11 @@ class Chunk {
         constexpr long DIM = 32 * D;
         alignas(64) uint16_t rows[ROWS * DIM], weights[ROWS * SPAN];
         alignas(64) float scores[ROWS * SPAN], sums[ROWS * DIM];
-        float maxima[ROWS], totals[ROWS];
+        Row seen[ROWS];
+        float factor = scale * LOG2_E;
         long count = heads * tokens;
-        for (long r = 0; r < count; r++) {
+        for (long r = 0; r < count; r++)
             memcpy(rows + r * DIM, query + r / heads * stride + r % heads * DIM, 2 * DIM);
-            maxima[r] = -INFINITY, totals[r] = 0;
-        }
         memset(sums, 0, count * DIM * sizeof(float));
         long oldest = window ? position - window + 1 : 0;
         long from = oldest > first_ ? (oldest - first_) / SPAN : 0;
@@ -108,8 +108,8 @@ class Chunk {
             for (long r = 0; r < count; r++) {
                 long at = position + r / heads;
                 soften(scores + r * SPAN, weights + r * SPAN, start, at,
-                       window ? at - window + 1 : 0, is_masked, scale, maxima[r], totals[r],
-                       sums + r * DIM, DIM);
+                       window ? at - window + 1 : 0, is_masked, factor, seen[r], sums + r * DIM,
+                       DIM);
             }
             const uint16_t* values = values_of(head, span);
             if (DIM % 64 == 0)
@@ -119,13 +119,14 @@ class Chunk {
                 for (long i = 0; i < DIM; i += 32)
                     multiply<2, false>(weights, SPAN, values + 2 * i, DIM, SPAN, count, sums + i, DIM);
         }
-        for (long r = 0; r < count; r++)
+        for (long r = 0; r < count; r++) {
+            __m512 share = _mm512_set1_ps(1 / _mm512_reduce_add_ps(seen[r].totals));
             for (long i = 0; i < DIM; i += 32) {
-                __m512 factor = _mm512_set1_ps(1 / totals[r]);
-                __m512 low = _mm512_mul_ps(_mm512_load_ps(sums + r * DIM + i), factor);
-                __m512 high = _mm512_mul_ps(_mm512_load_ps(sums + r * DIM + i + 16), factor);
+                __m512 low = _mm512_mul_ps(_mm512_load_ps(sums + r * DIM + i), share);
+                __m512 high = _mm512_mul_ps(_mm512_load_ps(sums + r * DIM + i + 16), share);
                 store_unpacked(out + r / heads * out_stride + r % heads * DIM + i, low, high);
             }
+        }
     }
 
    private:
@@ -181,46 +182,53 @@ class Chunk {
                 _mm512_store_ps(sums + r * sum_stride + 16 * v, all[r][v]);
     }
 
+    // What one row has seen so far: weights are 2^(factor * (score - base)), `totals` their sums by
+    // lane.
+    struct Row {
+        float base = -INFINITY;
+        __m512 totals = _mm512_setzero_ps();
+    };
+
     // Scores of one query with the keys from `start` on, of which it sees [oldest, at], become
-    // weights; what was summed before shrinks when the maximum grows.
+    // weights. float32 sums bear weights above 1, so the base need not be the maximum: it moves
+    // when a score is LEEWAY powers of 2 above it, which after the first keys is seldom.
     static void soften(const float* scores, uint16_t* weights, long start, long at, long oldest,
-                       bool is_masked, float scale, float& maximum, float& total, float* sums,
-                       long dim) {
-        __m512 x[SPAN / 16];
-        __m512 largest = _mm512_set1_ps(-INFINITY);
-        for (int v = 0; v < SPAN / 16; v++) {
-            x[v] = _mm512_mul_ps(_mm512_load_ps(scores + 16 * v), _mm512_set1_ps(scale));
+                       bool is_masked, float factor, Row& row, float* sums, long dim) {
+        constexpr int VECTORS = SPAN / 16;
+        __m512 x[VECTORS], largest = _mm512_set1_ps(-INFINITY);
+        __mmask16 seen[VECTORS];
+        for (int v = 0; v < VECTORS; v++) {
+            x[v] = _mm512_load_ps(scores + 16 * v);
             if (is_masked) {
                 __m512i keys = _mm512_add_epi32(
                     _mm512_set1_epi32(static_cast<int>(start + 16 * v)),
                     _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-                __mmask16 seen =
-                    _mm512_cmple_epi32_mask(keys, _mm512_set1_epi32(static_cast<int>(at))) &
-                    _mm512_cmpge_epi32_mask(keys, _mm512_set1_epi32(static_cast<int>(oldest)));
-                x[v] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, x[v]);
+                seen[v] = _mm512_cmple_epi32_mask(keys, _mm512_set1_epi32(static_cast<int>(at))) &
+                          _mm512_cmpge_epi32_mask(keys,
+                                                  _mm512_set1_epi32(static_cast<int>(oldest)));
+                x[v] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen[v], x[v]);
             }
             largest = _mm512_max_ps(largest, x[v]);
         }
-        float most = _mm512_reduce_max_ps(largest);
-        if (most > maximum) {
-            __m512 shrink = _mm512_set1_ps(expf(maximum - most));
-            total *= _mm512_cvtss_f32(shrink);
-            for (long i = 0; i < dim; i += 16)
-                _mm512_store_ps(sums + i, _mm512_mul_ps(_mm512_load_ps(sums + i), shrink));
-            maximum = most;
-        }
-        __m512 sum = _mm512_setzero_ps();
-        for (int v = 0; v < SPAN / 16; v++) {
-            __m512 weight = exp_ps(_mm512_sub_ps(x[v], _mm512_set1_ps(maximum)));
-            if (is_masked) {  // a row that sees nothing yet has no maximum; -inf becomes 0 there too
-                __m512 least = _mm512_set1_ps(-INFINITY);
-                weight = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x[v], least, _CMP_NEQ_OQ), weight);
-            }
-            x[v] = weight;
-            sum = _mm512_add_ps(sum, x[v]);
+        __m512 limit = _mm512_set1_ps(row.base + LEEWAY / factor);
+        if (_mm512_cmp_ps_mask(largest, limit, _CMP_GT_OQ))
+            move_base(row, _mm512_reduce_max_ps(largest), factor, sums, dim);
+        __m512 base = _mm512_set1_ps(factor * row.base);
+        for (int v = 0; v < VECTORS; v++) {
+            x[v] = exp2_ps(_mm512_fmsub_ps(x[v], _mm512_set1_ps(factor), base));
+            if (is_masked) x[v] = _mm512_maskz_mov_ps(seen[v], x[v]);
+            row.totals = _mm512_add_ps(row.totals, x[v]);
             store_bf16(weights + 16 * v, x[v]);
         }
-        total += _mm512_reduce_add_ps(sum);
+    }
+
+    // What was summed before shrinks.
+    static void move_base(Row& row, float base, float factor, float* sums, long dim) {
+        __m512 shrink = _mm512_set1_ps(exp2f(factor * (row.base - base)));
+        row.totals = _mm512_mul_ps(row.totals, shrink);
+        for (long i = 0; i < dim; i += 16)
+            _mm512_store_ps(sums + i, _mm512_mul_ps(_mm512_load_ps(sums + i), shrink));
+        row.base = base;
     }
 
     const LayerCache& cache_;

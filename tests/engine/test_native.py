@@ -252,10 +252,31 @@ def test_decode_attention_equals_torchs(
 def test_chunk_attention_equals_the_definition(
     prefix: int, tokens: int, window: int | None, heads: int, kv_heads: int, dim: int
 ) -> None:
+    check_chunk_attention(prefix, tokens, window, heads, kv_heads, dim)
+
+
+@needs_native
+@pytest.mark.parametrize("window", [None, 70])
+def test_chunk_attention_whose_scores_grow_with_each_piece(window: int | None) -> None:
+    """The weights of later keys are beyond float32's range, seen from the first ones."""
+    check_chunk_attention(60, 200, window, 6, 2, 64, growth=0.3)
+
+
+def check_chunk_attention(
+    prefix: int,
+    tokens: int,
+    window: int | None,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    growth: float = 0,
+) -> None:
     size, length = 8, prefix + tokens
     blocks = -(-length // size)
     table = torch.randperm(blocks + 2, generator=torch.Generator().manual_seed(3))[:blocks]
     cache = randn(blocks + 2, 2, 2, kv_heads, size, dim)
+    at = torch.arange(blocks * size).view(blocks, 1, size, 1)
+    cache[table, 1, 0] *= (1 + growth * at).to(cache.dtype)
     query = randn(tokens, heads + 1, dim, seed=1)[:, 1:]
     out = torch.empty(tokens, heads, dim, dtype=torch.bfloat16)
     before = torch.get_num_threads()
