@@ -30,7 +30,7 @@ _VLLM_REPAIRS = [
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One process, run in a session of its own on `cores`. `ready` answers 200 when it serves."""
+    """One process, the head of a group, on `cores`. `ready` answers 200 when it serves."""
 
     command: list[str]
     ready: str

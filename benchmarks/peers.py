@@ -88,7 +88,7 @@ def _start(server: Server, log: object) -> subprocess.Popen:
         env={**os.environ, **server.environment},
         stdout=log,  # type: ignore[call-overload]
         stderr=log,
-        start_new_session=True,
+        process_group=0,  # of the client's session, else it waits while they compute
     )
 
 
@@ -106,7 +106,7 @@ def _wait_ready(server: subprocess.Popen, url: str, log: Path) -> None:
 
 
 def _stop(server: subprocess.Popen) -> None:
-    """The whole session of the server, hard if it does not go by itself."""
+    """The whole process group of the server, hard if it does not go by itself."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(server.pid, sign)
