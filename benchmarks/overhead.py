@@ -33,7 +33,7 @@ from cli.bench_options import run_async
 from cli.deployed import Deployed, deployed
 from cli.state import running_deployments
 from cluster.process_tree import descendants
-from cluster.sizing import available_cpus
+from core.host import available_cpus
 from loadgen.client import StreamingClient, Target
 from loadgen.prompt import TokenPrompts
 from loadgen.record import RequestRecord, Segment

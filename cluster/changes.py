@@ -24,6 +24,7 @@ _ENGINE_KEYS = {
     "max_num_batched_tokens",
     "enable_prefix_caching",
     "threads",
+    "idle_threads",
     "gpu_memory_utilization",
     "memory_budget",
     "attention",

@@ -3,13 +3,12 @@ whole deployment fits, asked before anything is loaded."""
 
 import contextlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from core.config import Config, PoolConfig
 from core.errors import ConfigError, ModelError
-from core.host import default_kv_memory
+from core.host import available_cpus, default_kv_memory
 from core.model_files import resolve_model
 
 GIB = 1 << 30
@@ -59,11 +58,6 @@ def share_of(config: Config, pool_name: str, is_local: bool) -> HostShare:
     if not is_local or pool.resources.get("GPU"):
         return HostShare(num_threads=threads)
     return HostShare(threads, default_kv_memory(num_processes(config)))
-
-
-def available_cpus() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def weights_bytes(path: Path, dtype: str) -> int:

@@ -74,6 +74,7 @@ class EngineConfig(_Section):
     kv_cache_dtype: Literal["auto", "bf16", "int8", "fp8_e4m3"] = "auto"
     quantization: Literal["none", "int8", "int4"] = "none"
     threads: Positive | Literal["auto"] = "auto"
+    idle_threads: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # Of a GPU's memory: what weights, KV blocks and a step may take together.
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9

@@ -1,6 +1,7 @@
 """What this host has to give."""
 
 import gc
+import os
 from pathlib import Path
 
 _DEFAULT_KV_SHARE = 0.3
@@ -19,6 +20,18 @@ def available_memory() -> int:
     except (OSError, ValueError):  # no cgroup v2 here, or "max"
         return available
     return min(available, max(0, limit - used))
+
+
+def available_cpus() -> int:
+    """Cores that this process may run on, or what its container's limit (cgroup v2) is worth where
+    that is less."""
+    is_linux = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # no cgroup v2 here, or "max"
+        return cores
 
 
 def default_kv_memory(workers_on_host: int = 1) -> int:

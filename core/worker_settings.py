@@ -1,9 +1,9 @@
 """What a worker process is told when it starts."""
 
-import os
 from dataclasses import dataclass, field
 
 from core.config import Config, EngineConfig
+from core.host import available_cpus
 from core.types import Role
 
 
@@ -55,4 +55,12 @@ class WorkerSettings:
         configured = self.engine.threads
         if configured != "auto":
             return configured
-        return self.num_threads or os.cpu_count() or 1
+        return self.num_threads or available_cpus()
+
+    @property
+    def idle_threads(self) -> int:
+        """Beside those; where they fill the host, more would only take turns with them."""
+        configured = self.engine.idle_threads
+        if configured != "auto":
+            return configured
+        return max(0, min(self.threads, available_cpus() - self.threads))

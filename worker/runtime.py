@@ -99,6 +99,7 @@ class WorkerRuntime:
         RankLostError where another process of this worker did not get as far."""
         settings = self.settings
         torch.set_num_threads(settings.threads)
+        native.set_idle_threads(settings.idle_threads)
         ranks = await asyncio.to_thread(join, settings) if settings.num_ranks > 1 else None
         if ranks is not None:
             await asyncio.to_thread(ranks.publish, INCARNATION, self.incarnation)

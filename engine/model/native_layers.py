@@ -78,7 +78,8 @@ class _Step(ctypes.Structure):
 
 class NativeLayers:
     """Runs steps over one model and one cache, which it keeps alive. One thread at a time: the
-    scratch is reused, and grows to the largest step so far."""
+    scratch is reused, and grows to the largest step so far. Idle threads may still read weights and
+    scratch when a step has ended."""
 
     def __init__(
         self, config: ModelConfig, weights: Weights, ropes: list[Rope], kv_cache: torch.Tensor
@@ -115,6 +116,9 @@ class NativeLayers:
         self._scratch: dict[str, torch.Tensor] = {}
         self._num_rows = 0  # that the scratch has room for
 
+    def __del__(self) -> None:
+        native.await_hands()
+
     def forward(
         self,
         input_ids: torch.Tensor,  # int64 [T]
@@ -148,12 +152,15 @@ class NativeLayers:
             logits=logits.ctypes.data,
             **{name: buffer.data_ptr() for name, buffer in self._scratch.items()},
         )
-        loaded.pdserve_layers(ctypes.addressof(self._decoder), ctypes.addressof(step), threads)
+        loaded.pdserve_layers(
+            ctypes.addressof(self._decoder), ctypes.addressof(step), threads, native.idle_threads()
+        )
         return torch.from_numpy(logits)
 
     def _make_room(self, rows: int) -> None:
         if rows <= self._num_rows:
             return
+        native.await_hands()
         config, half = self._config, torch.bfloat16
         heads, dim = config.num_heads, config.head_dim
         self._scratch = {

@@ -105,7 +105,8 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         "widen": [pointer, pointer, number],
         "rms_norm": [*[pointer] * 3, *[size] * 2, ctypes.c_float, number],
         "silu_mul": [*[pointer] * 2, *[size] * 2, number],
-        "layers": [pointer, pointer, number],
+        "layers": [pointer, pointer, number, number],
+        "hand_counts": [pointer, pointer],
         "settle": [pointer, number],
         "decode_attention": [
             pointer,
@@ -134,6 +135,38 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(loaded, f"pdserve_{name}")
         function.argtypes, function.restype = types, None
     return loaded
+
+
+_idle_threads = 0
+
+
+def idle_threads() -> int:
+    return _idle_threads
+
+
+def set_idle_threads(count: int) -> None:
+    """Like `torch.set_num_threads`, of the process: how many threads of the lowest priority may
+    compute for prompts beside those, on cores that have nothing else to do (`hands.h`)."""
+    global _idle_threads
+    _idle_threads = count
+
+
+def await_hands() -> None:
+    """Before what they read is freed: until no idle thread has work, for at most a second."""
+    loaded = library()
+    if loaded is not None and not loaded.pdserve_await_hands():
+        logger.warning("an idle thread found no time for a second")
+
+
+def hand_counts() -> tuple[int, int]:
+    """Pieces of work that idle threads did in this process, and that were taken from them again
+    because their core was."""
+    loaded = library()
+    if loaded is None:
+        return 0, 0
+    counts = ctypes.c_long(), ctypes.c_long()
+    loaded.pdserve_hand_counts(*map(ctypes.byref, counts))
+    return counts[0].value, counts[1].value
 
 
 def settle_threads() -> None:

@@ -335,8 +335,6 @@ void each_product(const Linear& w, long span, const Inputs& in, long rows, int t
 
 // ------------------------------------------------------------ many rows
 
-constexpr long BLOCK_ROWS = 128;  // that one thread takes at a time
-
 template <class Weights>
 void widen_tile(Weights weights, uint16_t* tile, long inputs) {
     for (long group = 0; group < inputs / GROUP; group++)

@@ -87,7 +87,7 @@ class Chunk {
     // of a token `stride` and `out_stride` apart. heads * tokens is at most ROWS.
     template <int D>
     void attend(long head, long heads, long tokens, long position, const uint16_t* query,
-                long stride, uint16_t* out, long out_stride, long window, float scale) {
+                long stride, uint16_t* out, long out_stride, long window, float scale) const {
         constexpr long DIM = 32 * D;
         alignas(64) uint16_t rows[ROWS * DIM], weights[ROWS * SPAN];
         alignas(64) float scores[ROWS * SPAN], sums[ROWS * DIM];
@@ -231,7 +231,7 @@ class Chunk {
         row.base = base;
     }
 
-    const LayerCache& cache_;
+    LayerCache cache_;
     const int64_t* table_;
     long first_, end_;
     uint16_t* packed_;
@@ -269,13 +269,29 @@ class ChunkWork {
 
     // Once all is packed. The longest first.
     long num_pieces() const { return kv_heads_ * rows_of_pieces(); }
-    void attend(long i) {
+
+    // Piece `i`: the outputs of `tokens` tokens, `size` numbers each, at `out`.
+    struct Place {
+        long head, start, tokens, size;
+        uint16_t* out;
+    };
+    Place place(long i) const {
+        long head = i % kv_heads_, start = (rows_of_pieces() - 1 - i / kv_heads_) * step_;
+        return {head, start, q_.tokens - start < step_ ? q_.tokens - start : step_, group_ * dim_,
+                q_.out + start * q_.out_stride + head * group_ * dim_};
+    }
+    long out_stride() const { return q_.out_stride; }
+
+    void attend(long i) const { attend(i, place(i).out, q_.out_stride); }
+
+    // The same to `out`, with rows `stride` apart.
+    void attend(long i, uint16_t* out, long stride) const {
         switch (dim_ / 32) {
-            case 1: return attend_piece<1>(i);
-            case 2: return attend_piece<2>(i);
-            case 3: return attend_piece<3>(i);
-            case 4: return attend_piece<4>(i);
-            case 8: return attend_piece<8>(i);
+            case 1: return attend_piece<1>(place(i), out, stride);
+            case 2: return attend_piece<2>(place(i), out, stride);
+            case 3: return attend_piece<3>(place(i), out, stride);
+            case 4: return attend_piece<4>(place(i), out, stride);
+            case 8: return attend_piece<8>(place(i), out, stride);
         }
     }
 
@@ -289,15 +305,12 @@ class ChunkWork {
     long rows_of_pieces() const { return (q_.tokens + step_ - 1) / step_; }
 
     template <int D>
-    void attend_piece(long i) {
-        long head = i % kv_heads_, start = (rows_of_pieces() - 1 - i / kv_heads_) * step_;
-        long tokens = q_.tokens - start < step_ ? q_.tokens - start : step_;
-        const uint16_t* from = q_.query + start * q_.stride + head * group_ * dim_;
-        uint16_t* to = q_.out + start * q_.out_stride + head * group_ * dim_;
+    void attend_piece(const Place& at, uint16_t* out, long stride) const {
+        const uint16_t* from = q_.query + at.start * q_.stride + at.head * group_ * dim_;
         for (long g = 0; g < group_; g += ROWS) {  // more heads than rows: a few at a time
             long heads = group_ - g < ROWS ? group_ - g : ROWS;
-            chunk_.attend<D>(head, heads, tokens, q_.prefix + start, from + g * dim_, q_.stride,
-                             to + g * dim_, q_.out_stride, q_.window, q_.scale);
+            chunk_.attend<D>(at.head, heads, at.tokens, q_.prefix + at.start, from + g * dim_,
+                             q_.stride, out + g * dim_, stride, q_.window, q_.scale);
         }
     }
 

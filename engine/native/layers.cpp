@@ -5,7 +5,8 @@
 // The threads of one parallel region walk through the layers together and wait for each other where
 // one needs what others wrote. With few rows each has a fixed part of a product's channels; with
 // many they take tiles and blocks of rows one by one, so that one that lost its core for a while
-// holds up the others less. The residual stream is float32, every product's input bfloat16.
+// holds up the others less, and offer some to hands (`hands.h`). The residual stream is float32,
+// every product's input bfloat16.
 
 #include <omp.h>
 #include <sched.h>
@@ -15,7 +16,7 @@
 #include <atomic>
 #include <vector>
 
-#include "chunk.h"
+#include "pieces.h"
 
 using namespace pdserve;
 
@@ -168,8 +169,10 @@ struct SingleRoom {
 
 class Walk {
    public:
-    Walk(const Decoder& d, const Step& s, int thread, Crew& crew, uint16_t* packed, SingleRoom seen)
-        : d_(d), s_(s), thread_(thread), crew_(crew), packed_(packed), seen_(seen), rows_(s.rows),
+    Walk(const Decoder& d, const Step& s, int thread, Crew& crew, Hand* hand, uint16_t* packed,
+         SingleRoom seen)
+        : d_(d), s_(s), thread_(thread), crew_(crew), hand_(hand), packed_(packed), seen_(seen),
+          rows_(s.rows),
           residual_(s.residual), attended_(s.attended),
           width_((d.heads + 2 * d.kv_heads) * d.dim) {}
 
@@ -215,9 +218,26 @@ class Walk {
         for (long i = items * thread_ / threads; i < items * (thread_ + 1) / threads; i++) use(i);
     }
 
-    template <class Use>
-    void take(long items, Use use) {
-        for (long i; (i = crew_.take()) < items;) use(i);
+    // All pieces of a phase: make(i) is one, as in `pieces.h`. A hand that does not end its last one
+    // in twice the time that one takes here has lost its core.
+    template <class Make>
+    void take(long pieces, Make make) {
+        uint64_t shortest = UINT64_MAX;
+        if (hand_) hand_->keep_off();
+        for (long i; (i = crew_.take()) < pieces;) {
+            if (hand_) offer(pieces, make);
+            uint64_t start = __rdtsc();
+            make(i).run();
+            uint64_t ticks = __rdtsc() - start;
+            if (ticks < shortest) shortest = ticks;
+            if (hand_) hand_->adopt_done();
+        }
+        if (hand_ && shortest != UINT64_MAX) hand_->take_back(2 * shortest);
+    }
+
+    template <class Make>
+    void offer(long pieces, Make make) {
+        for (long i; hand_->has_room() && (i = crew_.take()) < pieces;) hand_->offer(make(i));
     }
 
     // Few rows each thread norms for itself: less than waiting for another.
@@ -236,65 +256,53 @@ class Walk {
         return out;
     }
 
-    // x [rows, inputs] times the first `span` channels: calls use(row, rows, channel, channels,
-    // sums [rows, TILE]) for parts of the result, each once.
+    // Few rows times the first `span` channels: calls use(channel, channels, sums [rows, TILE]) for
+    // this thread's part.
     template <class Use>
-    void product(const Linear& w, long span, const uint16_t* x, Use use) {
-        if (rows_ <= MAX_ROWS) {
-            each_product(w, span, prepared(w, x, rows_), rows_, thread_, crew_.threads,
-                         [&](long channel, long channels, const float* sums) {
-                             use(0, rows_, channel, channels, sums);
-                         });
-            return;
-        }
-        alignas(64) float sums[GROUP_ROWS * TILE];
-        each_block(span, [&](long channel, long first, long last) {
-            const uint16_t* tile = plain_tile(w, channel, scratch(0, w));
-            for (long r = first; r < last; r += GROUP_ROWS) {
-                long rows = last - r < GROUP_ROWS ? last - r : GROUP_ROWS;
-                group_product(w, channel, tile, x + r * w.inputs, rows, sums);
-                use(r, rows, channel, TILE, sums);
-            }
-        });
+    void few(const Linear& w, long span, const Inputs& inputs, Use use) {
+        each_product(w, span, inputs, rows_, thread_, crew_.threads, use);
     }
 
-    // Calls use(channel, first, last) for every tile and block of rows.
-    template <class Use>
-    void each_block(long span, Use use) {
-        long blocks = (rows_ + BLOCK_ROWS - 1) / BLOCK_ROWS;
-        take(span / TILE * blocks, [&](long item) {
-            long first = item % blocks * BLOCK_ROWS;
-            use(item / blocks * TILE, first, first + BLOCK_ROWS < rows_ ? first + BLOCK_ROWS : rows_);
+    // Many rows of x times the first `span` channels: make(block) is the work of one.
+    template <class Make>
+    void blocks(const Linear& w, long span, const uint16_t* x, Make make) {
+        long count = (rows_ + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        take(span / TILE * count, [&](long i) {
+            long first = i % count * BLOCK_ROWS, last = first + BLOCK_ROWS;
+            return make(Block{&w, x, i / count * TILE, first, last < rows_ ? last : rows_});
         });
-    }
-
-    uint16_t* scratch(int which, const Linear& w) {
-        static thread_local std::vector<uint16_t> wide[2];
-        if (w.kind != PLAIN) wide[which].resize(w.inputs * TILE);
-        return wide[which].data();
     }
 
     void narrow(const Linear& w, const uint16_t* x, uint16_t* out) {
-        product(w, w.outputs, x, [&](long first, long rows, long channel, long channels,
-                                     const float* sums) {
-            for (long r = 0; r < rows; r++)
-                for (long c = 0; c < channels; c += 16)
-                    store_bf16(out + (first + r) * w.outputs + channel + c,
-                               _mm512_load_ps(sums + r * TILE + c));
-        });
+        if (rows_ <= MAX_ROWS)
+            few(w, w.outputs, prepared(w, x, rows_), [&](long channel, long channels, const float* sums) {
+                for (long r = 0; r < rows_; r++)
+                    for (long c = 0; c < channels; c += 16)
+                        store_bf16(out + r * w.outputs + channel + c,
+                                   _mm512_load_ps(sums + r * TILE + c));
+            });
+        else
+            blocks(w, w.outputs, x, [&](const Block& block) {
+                return NarrowBlock<Product>{block, out, w.outputs};
+            });
         crew_.wait();
     }
 
+    // Adds to the residual.
     void add(const Linear& w, const uint16_t* x) {
-        product(w, w.outputs, x, [&](long first, long rows, long channel, long channels,
-                                     const float* sums) {
-            for (long r = 0; r < rows; r++)
-                for (long c = 0; c < channels; c += 16) {
-                    float* to = residual_ + (first + r) * d_.hidden + channel + c;
-                    _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to),
-                                                       _mm512_load_ps(sums + r * TILE + c)));
-                }
-        });
+        if (rows_ <= MAX_ROWS)
+            few(w, w.outputs, prepared(w, x, rows_), [&](long channel, long channels, const float* sums) {
+                for (long r = 0; r < rows_; r++)
+                    for (long c = 0; c < channels; c += 16) {
+                        float* to = residual_ + r * d_.hidden + channel + c;
+                        _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to),
+                                                           _mm512_load_ps(sums + r * TILE + c)));
+                    }
+            });
+        else
+            blocks(w, w.outputs, x, [&](const Block& block) {
+                return WideBlock{block, residual_, d_.hidden, true};
+            });
         crew_.wait();
     }
 
@@ -350,11 +358,10 @@ class Walk {
         });
         long pieces = 0;
         for (ChunkWork& chunk : chunks) pieces += chunk.num_pieces();
-        take(pieces, [&](long item) {
-            for (ChunkWork& chunk : chunks) {
-                if (item < chunk.num_pieces()) return chunk.attend(item);
-                item -= chunk.num_pieces();
-            }
+        take(pieces, [&](long piece) {
+            ChunkWork* chunk = chunks.data();
+            for (; piece >= chunk->num_pieces(); chunk++) piece -= chunk->num_pieces();
+            return AttentionPiece{*chunk, piece};
         });
         crew_.wait();
         if (seen_.parts == 1) return;
@@ -412,58 +419,43 @@ class Walk {
         if (rows_ <= MAX_ROWS) {
             alignas(64) float up[MAX_ROWS * TILE];
             Inputs inputs = prepared(w, x, rows_);
-            each_product(w, d_.intermediate, inputs, rows_, thread_, crew_.threads,
-                         [&](long channel, long channels, const float* gate) {
-                             long other = d_.intermediate + channel;
-                             if (channels == TILE)
-                                 pdserve::product<4>(w, other, inputs, rows_, up);
-                             else
-                                 pdserve::product<2>(w, other, inputs, rows_, up);
-                             activate(0, rows_, channel, channels, gate, up);
-                         });
-        } else {
-            alignas(64) float gate[GROUP_ROWS * TILE], up[GROUP_ROWS * TILE];
-            each_block(d_.intermediate, [&](long channel, long first, long last) {
+            few(w, d_.intermediate, inputs, [&](long channel, long channels, const float* gate) {
                 long other = d_.intermediate + channel;
-                const uint16_t* gate_tile = plain_tile(w, channel, scratch(0, w));
-                const uint16_t* up_tile = plain_tile(w, other, scratch(1, w));
-                for (long r = first; r < last; r += GROUP_ROWS) {
-                    long rows = last - r < GROUP_ROWS ? last - r : GROUP_ROWS;
-                    group_product(w, channel, gate_tile, x + r * w.inputs, rows, gate);
-                    group_product(w, other, up_tile, x + r * w.inputs, rows, up);
-                    activate(r, rows, channel, TILE, gate, up);
-                }
+                if (channels == TILE)
+                    pdserve::product<4>(w, other, inputs, rows_, up);
+                else
+                    pdserve::product<2>(w, other, inputs, rows_, up);
+                activate(gate, up, rows_, channels, s_.activated + channel, d_.intermediate);
+            });
+        } else {
+            blocks(w, d_.intermediate, x, [&](const Block& block) {
+                return NarrowBlock<GateUp>{block, s_.activated, d_.intermediate};
             });
         }
         crew_.wait();
     }
 
-    void activate(long first, long rows, long channel, long channels, const float* gate,
-                  const float* up) {
-        for (long r = 0; r < rows; r++)
-            for (long c = 0; c < channels; c += 16) {
-                __m512 silu = silu_ps(_mm512_load_ps(gate + r * TILE + c));
-                store_bf16(s_.activated + (first + r) * d_.intermediate + channel + c,
-                           _mm512_mul_ps(silu, _mm512_load_ps(up + r * TILE + c)));
-            }
-    }
-
     void logits() {
         if (!are_logits_rows_) keep_logits_rows();
-        product(d_.head, d_.head.outputs, norm(d_.norm),
-                [&](long first, long rows, long channel, long channels, const float* sums) {
-                    for (long r = 0; r < rows; r++)
-                        for (long c = 0; c < channels; c += 16)
-                            _mm512_storeu_ps(
-                                s_.logits + (first + r) * d_.head.outputs + channel + c,
-                                _mm512_load_ps(sums + r * TILE + c));
-                });
+        long size = d_.head.outputs;
+        const uint16_t* x = norm(d_.norm);
+        if (rows_ <= MAX_ROWS)
+            few(d_.head, size, prepared(d_.head, x, rows_), [&](long channel, long channels, const float* sums) {
+                for (long r = 0; r < rows_; r++)
+                    memcpy(s_.logits + r * size + channel, sums + r * TILE,
+                           channels * sizeof(float));
+            });
+        else
+            blocks(d_.head, size, x, [&](const Block& block) {
+                return WideBlock{block, s_.logits, size, false};
+            });
     }
 
     const Decoder& d_;
     const Step& s_;
     int thread_;
     Crew& crew_;
+    Hand* hand_;        // of this thread, or null
     uint16_t* packed_;  // room for the chunks' keys and values of one layer
     SingleRoom seen_;
     long rows_;
@@ -473,15 +465,35 @@ class Walk {
     bool are_logits_rows_ = false;
 };
 
+// Memory that hands read. What was outgrown stays while one of them may still do so.
+class Room {
+   public:
+    ~Room() { Hands::await_all(); }
+    uint16_t* of(size_t size) {
+        if (size > room_.capacity()) {
+            if (Hands::are_back())
+                outgrown_.clear();
+            else
+                outgrown_.push_back(std::move(room_));
+            room_ = {};
+        }
+        room_.resize(size);
+        return room_.data();
+    }
+
+   private:
+    std::vector<uint16_t> room_;
+    std::vector<std::vector<uint16_t>> outgrown_;
+};
+
 // Of all chunks in a layer without a window.
 uint16_t* room_for_packed(const Decoder& d, const Step& s) {
-    static thread_local std::vector<uint16_t> packed;
+    static thread_local Room packed;
     LayerCache cache{d.cache, 0, d.kv_heads, d.block_size, d.dim};
     long size = 0;
     for (long i = 0; i < s.num_chunks; i++)
         size += ChunkWork::packed_size(cache, 0, s.chunks[i].prefix + s.chunks[i].tokens);
-    packed.resize(size);
-    return packed.data();
+    return packed.of(size);
 }
 
 // Linux lets a thread of the usual policy run to the end of its slice, some 3 ms, before another
@@ -532,16 +544,28 @@ void pdserve_settle(const int* cpus, int threads) {
     }
 }
 
-void pdserve_layers(const Decoder* decoder, const Step* step, int threads) {
+// Each of the first `hands` threads has a hand beside it, if more rows come than few.
+void pdserve_layers(const Decoder* decoder, const Step* step, int threads, int hands) {
     Crew crew;
     uint16_t* packed = room_for_packed(*decoder, *step);
     SingleRoom seen = room_for_singles(*decoder, *step, threads);
+    Hands own(step->rows > MAX_ROWS ? hands : 0);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp single
         crew.threads = omp_get_num_threads();  // may be fewer than asked for
-        Walk(*decoder, *step, omp_get_thread_num(), crew, packed, seen).run();
+        int thread = omp_get_thread_num();
+        Walk(*decoder, *step, thread, crew, own.get(thread), packed, seen).run();
     }
+}
+
+// Whether no hand has work any more, that of ended calls included, after at most a second.
+int pdserve_await_hands() { return Hands::await_all(); }
+
+// Pieces that hands did, and that were taken from them again, in this process.
+void pdserve_hand_counts(long* adopted, long* given_up) {
+    *adopted = hand_counts.adopted.load();
+    *given_up = hand_counts.given_up.load();
 }
 
 }  // extern "C"
