@@ -127,7 +127,6 @@ class KVImport:
                 incarnation=self._source.incarnation,
                 token_digest=self._machine.token_digest,
                 compatibility=self._runtime.compatibility,
-                decode_worker_id=self._runtime.settings.worker_id,
             )
         )
         reader = asyncio.create_task(self._read(call), name="attach")

@@ -235,14 +235,6 @@ class KvBlockEvents(_message.Message):
     stored: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, incarnation: _Optional[str] = ..., sequence: _Optional[int] = ..., is_snapshot: _Optional[bool] = ..., removed: _Optional[_Iterable[int]] = ..., stored: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class DrainRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class DrainResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class AttendRequest(_message.Message):
     __slots__ = ("incarnation",)
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -525,7 +517,7 @@ class DecodeStep(_message.Message):
     def __init__(self, offset_seconds: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("request_id", "incarnation", "token_digest", "compatibility", "decode_worker_id")
+    __slots__ = ("request_id", "incarnation", "token_digest", "compatibility")
     class CompatibilityEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -537,13 +529,11 @@ class AttachRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_DIGEST_FIELD_NUMBER: _ClassVar[int]
     COMPATIBILITY_FIELD_NUMBER: _ClassVar[int]
-    DECODE_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     incarnation: str
     token_digest: bytes
     compatibility: _containers.ScalarMap[str, str]
-    decode_worker_id: str
-    def __init__(self, request_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., token_digest: _Optional[bytes] = ..., compatibility: _Optional[_Mapping[str, str]] = ..., decode_worker_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., token_digest: _Optional[bytes] = ..., compatibility: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class KvEvent(_message.Message):
     __slots__ = ("admitted", "ready", "commit", "finished")

@@ -51,11 +51,6 @@ class WorkerServiceStub:
                 request_serializer=rpc_dot_worker__pb2.WatchKvBlocksRequest.SerializeToString,
                 response_deserializer=rpc_dot_worker__pb2.KvBlockEvents.FromString,
                 _registered_method=True)
-        self.Drain = channel.unary_unary(
-                '/pdserve.worker.v1.WorkerService/Drain',
-                request_serializer=rpc_dot_worker__pb2.DrainRequest.SerializeToString,
-                response_deserializer=rpc_dot_worker__pb2.DrainResponse.FromString,
-                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -85,13 +80,6 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Drain(self, request, context):
-        """Take no new request; running ones go on.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -109,11 +97,6 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.WatchKvBlocks,
                     request_deserializer=rpc_dot_worker__pb2.WatchKvBlocksRequest.FromString,
                     response_serializer=rpc_dot_worker__pb2.KvBlockEvents.SerializeToString,
-            ),
-            'Drain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=rpc_dot_worker__pb2.DrainRequest.FromString,
-                    response_serializer=rpc_dot_worker__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -199,33 +182,6 @@ class WorkerService:
             '/pdserve.worker.v1.WorkerService/WatchKvBlocks',
             rpc_dot_worker__pb2.WatchKvBlocksRequest.SerializeToString,
             rpc_dot_worker__pb2.KvBlockEvents.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Drain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pdserve.worker.v1.WorkerService/Drain',
-            rpc_dot_worker__pb2.DrainRequest.SerializeToString,
-            rpc_dot_worker__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

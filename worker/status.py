@@ -47,13 +47,6 @@ class StatusService(worker_pb2_grpc.WorkerServiceServicer):
                 async for message in messages:
                     await context.write(message)
 
-    async def Drain(
-        self, request: pb.DrainRequest, context: grpc.aio.ServicerContext
-    ) -> pb.DrainResponse:
-        async with translated_errors(context):
-            await self._runtime.drain()
-        return pb.DrainResponse()
-
 
 def status_of(runtime: WorkerRuntime) -> pb.WorkerStatus:
     stats, blocks = runtime.snapshot

@@ -7,7 +7,7 @@ import torch
 
 from core.errors import HandoverError
 from kv_transfer.base import Peer, TransferInDoubt
-from kv_transfer.local_transport import LocalNetwork, LocalTransfer
+from support.local_transport import LocalNetwork, LocalTransfer
 
 PEER = Peer("prefill-0", "a", "", b"")
 

@@ -5,9 +5,9 @@ import torch
 
 from kv_transfer.base import KVTransfer, Peer
 from kv_transfer.grpc_transport import GrpcTransfer
-from kv_transfer.local_transport import LocalNetwork, LocalTransfer
 from kv_transfer.nixl_transport import NixlTransfer
 from support.kv_peer import PeerProcess, block_pattern
+from support.local_transport import LocalNetwork, LocalTransfer
 
 TRANSPORTS = ("nixl", "grpc", "local")
 

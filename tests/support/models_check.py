@@ -20,7 +20,7 @@ import transformers
 from core.model_files import ModelFiles
 from engine.model.load import Dtype, load_model
 from kv_transfer.base import Peer
-from kv_transfer.local_transport import LocalNetwork, LocalTransfer
+from support.local_transport import LocalNetwork, LocalTransfer
 from support.ranks import sharded
 from support.tiny_models import (
     FAMILY_CONFIGS,

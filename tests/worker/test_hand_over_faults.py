@@ -282,7 +282,7 @@ async def test_prefill_worker_restarts_in_the_middle_of_a_pull(
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4])
 async def test_engine_error_at_each_chunk(pair: Pair, chunk: int) -> None:
-    """V07"""
+    """V07: the real cause reaches the caller, and D waits for nothing."""
     engine = pair.prefill.runtime.engine
     forward = engine.model.forward
     steps = 0

@@ -97,28 +97,6 @@ async def test_copy_in_doubt_quarantines_its_blocks(pair: Pair) -> None:
     await pair.wait_idle()
 
 
-async def test_engine_error_during_prefill_ends_the_decode_leg(pair: Pair) -> None:
-    """V07: the real cause reaches the caller, and D waits for nothing."""
-    engine = pair.prefill.runtime.engine
-    forward = engine.model.forward
-    steps = 0
-
-    def failing(*args: object, **kwargs: object) -> object:
-        nonlocal steps
-        steps += 1
-        if steps == 2:
-            raise RuntimeError("out of magic smoke")
-        return forward(*args, **kwargs)
-
-    engine.model.forward = failing
-    answer = await pair.generate(request(prompt(100)), timeout_s=5)
-    assert answer.error is not None
-    assert any("magic smoke" in error.message for error in answer.errors)
-    await pair.wait_idle()
-    engine.model.forward = forward
-    assert (await pair.generate(request(prompt(100)))).error is None
-
-
 # ------------------------------------------------------------------ cancels and pressure
 
 
