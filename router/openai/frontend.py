@@ -23,7 +23,8 @@ from router.request.pipeline import Pipeline
 from router.request.timeline import Timeline, Timelines
 from router.text.tokenizer import Tokenizer
 
-# Text longer than this is tokenized in a thread, so that other streams go on meanwhile.
+# Text longer than this that was not seen lately is tokenized in a thread, so that other streams go
+# on meanwhile.
 _INLINE_CHARS = 4096
 # Below this the sampler would only divide by almost nothing: the best token wins anyway.
 _GREEDY_BELOW = 1e-5
@@ -141,7 +142,8 @@ class Frontend:
         def encode() -> tuple[int, ...]:
             return tuple(self.tokenizer.encode(text, add_special_tokens, cache_salt))
 
-        token_ids = await _offload(len(text), encode)
+        size = self.tokenizer.num_new_characters(text, cache_salt)
+        token_ids = await _offload(size, encode)
         if not token_ids:
             raise RequestError(f"the {param} is empty", param=param)
         return token_ids

@@ -75,6 +75,13 @@ class PieceCache:
             ids += known
         return ids + last
 
+    def num_new(self, text: str, cache_salt: str = "") -> int:
+        """How many characters `encode` would have to tokenise."""
+        *whole, rest = pieces(text)
+        with self._lock:
+            new = [piece for piece in whole if (cache_salt, piece) not in self._known]
+        return sum(map(len, new)) + len(rest)
+
     def _remember(self, cache_salt: str, used: dict[str, "array[int] | None"]) -> None:
         with self._lock:
             for piece, ids in used.items():

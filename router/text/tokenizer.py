@@ -88,6 +88,12 @@ class Tokenizer:
             return before + ids + after
         return ids
 
+    def num_new_characters(self, text: str, cache_salt: str = "") -> int:
+        """What `encode` has to do, in characters: those that it does not remember."""
+        if self._pieces is None or len(text) < 2 * PIECE:
+            return len(text)
+        return self._pieces.num_new(text, cache_salt)
+
     def _encode_plainly(self, texts: list[str]) -> list[list[int]]:
         encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encoded]

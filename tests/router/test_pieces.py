@@ -72,6 +72,15 @@ def test_what_came_before_is_not_tokenised_again(smollm2):
     assert second == smollm2.encode(document + "another one", add_special_tokens=False)
 
 
+def test_how_much_is_new_is_known_before(smollm2):
+    document = "words after words and " * 300
+    assert smollm2.num_new_characters(document, "who") == len(document)
+    smollm2.encode(document, cache_salt="who")
+    assert smollm2.num_new_characters(document, "else") == len(document)
+    assert 0 < smollm2.num_new_characters(document + "more", "who") < PIECE + 100
+    assert smollm2.num_new_characters("short", "who") == 5
+
+
 def test_another_salt_finds_nothing():
     asked: list[str] = []
     cache = PieceCache(lambda texts: [asked.extend(texts) or [len(text)] for text in texts])
