@@ -85,6 +85,7 @@ class NativeLayers:
         self, config: ModelConfig, weights: Weights, ropes: list[Rope], kv_cache: torch.Tensor
     ) -> None:
         """Only after `serves`. One or two ropes, the second for layers with a local one."""
+        self._await_hands = native.await_hands()
         self._alive = (weights, ropes, kv_cache)
         self._num_ropes = len(ropes)
         self._config = config
@@ -117,7 +118,7 @@ class NativeLayers:
         self._num_rows = 0  # that the scratch has room for
 
     def __del__(self) -> None:
-        native.await_hands()
+        self._await_hands()  # by itself: modules may be gone by now
 
     def forward(
         self,
@@ -160,7 +161,7 @@ class NativeLayers:
     def _make_room(self, rows: int) -> None:
         if rows <= self._num_rows:
             return
-        native.await_hands()
+        self._await_hands()
         config, half = self._config, torch.bfloat16
         heads, dim = config.num_heads, config.head_dim
         self._scratch = {

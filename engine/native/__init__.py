@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -151,11 +151,13 @@ def set_idle_threads(count: int) -> None:
     _idle_threads = count
 
 
-def await_hands() -> None:
-    """Before what they read is freed: until no idle thread has work, for at most a second."""
+def await_hands() -> Callable[[], int]:
+    """What waits until no idle thread has work, for at most a second: before what they read is
+    freed. Says whether none has."""
     loaded = library()
-    if loaded is not None and not loaded.pdserve_await_hands():
-        logger.warning("an idle thread found no time for a second")
+    assert loaded is not None
+    wait: Callable[[], int] = loaded.pdserve_await_hands
+    return wait
 
 
 def hand_counts() -> tuple[int, int]:
