@@ -55,7 +55,9 @@ class Batches:
         last = self.batches[-1]
         self.batches[-1] = TokenBatch(last.token_ids, last.logprobs, reason)
 
-    async def generate(self, sequence: Any, stats: Any) -> AsyncIterator[TokenBatch]:
+    async def generate(
+        self, sequence: Any, stats: Any, direct: Any = None
+    ) -> AsyncIterator[TokenBatch]:
         stats.timeline.attempts.append(AttemptTimeline(None, "a", None, "d", 0.0, 0.0, 0))
         for batch in self.batches:
             yield batch

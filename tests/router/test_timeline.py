@@ -156,7 +156,8 @@ async def test_a_colocated_worker_shows_its_prefill() -> None:
         attempts = [s["attempts"][0] for s in body["timings"]["sequences"]]
         assert [a["decision"] for a in attempts] == ["local", "local"]
         names = [s["name"] for s in body["timings"]["spans"] if s["choice"] == 1]
-        assert names == ["queue", "prefill", "decode"]
+        # A router that got no core in between shows that first.
+        assert [name for name in names if name != "router queue"] == ["queue", "prefill", "decode"]
 
 
 async def test_a_stop_string_is_a_good_end_and_a_lost_client_is_not(router: Running) -> None:
