@@ -256,11 +256,11 @@ class Walk {
         return out;
     }
 
-    // Few rows times the first `span` channels: calls use(channel, channels, sums [rows, TILE]) for
-    // this thread's part.
+    // Few rows of x times the first `span` channels: calls use(channel, channels, sums [rows, TILE])
+    // for this thread's part.
     template <class Use>
-    void few(const Linear& w, long span, const Inputs& inputs, Use use) {
-        each_product(w, span, inputs, rows_, thread_, crew_.threads, use);
+    void few(const Linear& w, long span, const uint16_t* x, Use use) {
+        each_product(w, span, prepared(w, x, rows_), rows_, thread_, crew_.threads, use);
     }
 
     // Many rows of x times the first `span` channels: make(block) is the work of one.
@@ -275,11 +275,8 @@ class Walk {
 
     void narrow(const Linear& w, const uint16_t* x, uint16_t* out) {
         if (rows_ <= MAX_ROWS)
-            few(w, w.outputs, prepared(w, x, rows_), [&](long channel, long channels, const float* sums) {
-                for (long r = 0; r < rows_; r++)
-                    for (long c = 0; c < channels; c += 16)
-                        store_bf16(out + r * w.outputs + channel + c,
-                                   _mm512_load_ps(sums + r * TILE + c));
+            few(w, w.outputs, x, [&](long channel, long channels, const float* sums) {
+                put_narrow(sums, rows_, channels, out + channel, w.outputs);
             });
         else
             blocks(w, w.outputs, x, [&](const Block& block) {
@@ -291,13 +288,8 @@ class Walk {
     // Adds to the residual.
     void add(const Linear& w, const uint16_t* x) {
         if (rows_ <= MAX_ROWS)
-            few(w, w.outputs, prepared(w, x, rows_), [&](long channel, long channels, const float* sums) {
-                for (long r = 0; r < rows_; r++)
-                    for (long c = 0; c < channels; c += 16) {
-                        float* to = residual_ + r * d_.hidden + channel + c;
-                        _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to),
-                                                           _mm512_load_ps(sums + r * TILE + c)));
-                    }
+            few(w, w.outputs, x, [&](long channel, long channels, const float* sums) {
+                put_wide(sums, rows_, channels, residual_ + channel, d_.hidden, true);
             });
         else
             blocks(w, w.outputs, x, [&](const Block& block) {
@@ -419,14 +411,15 @@ class Walk {
         if (rows_ <= MAX_ROWS) {
             alignas(64) float up[MAX_ROWS * TILE];
             Inputs inputs = prepared(w, x, rows_);
-            few(w, d_.intermediate, inputs, [&](long channel, long channels, const float* gate) {
+            auto use = [&](long channel, long channels, const float* gate) {
                 long other = d_.intermediate + channel;
                 if (channels == TILE)
                     pdserve::product<4>(w, other, inputs, rows_, up);
                 else
                     pdserve::product<2>(w, other, inputs, rows_, up);
                 activate(gate, up, rows_, channels, s_.activated + channel, d_.intermediate);
-            });
+            };
+            each_product(w, d_.intermediate, inputs, rows_, thread_, crew_.threads, use);
         } else {
             blocks(w, d_.intermediate, x, [&](const Block& block) {
                 return NarrowBlock<GateUp>{block, s_.activated, d_.intermediate};
@@ -440,10 +433,8 @@ class Walk {
         long size = d_.head.outputs;
         const uint16_t* x = norm(d_.norm);
         if (rows_ <= MAX_ROWS)
-            few(d_.head, size, prepared(d_.head, x, rows_), [&](long channel, long channels, const float* sums) {
-                for (long r = 0; r < rows_; r++)
-                    memcpy(s_.logits + r * size + channel, sums + r * TILE,
-                           channels * sizeof(float));
+            few(d_.head, size, x, [&](long channel, long channels, const float* sums) {
+                put_wide(sums, rows_, channels, s_.logits + channel, size, false);
             });
         else
             blocks(d_.head, size, x, [&](const Block& block) {

@@ -36,6 +36,24 @@ void each_group(const Block& b, Use use) {
     }
 }
 
+// Sums [rows, TILE] of some channels as bfloat16, in rows `stride` apart.
+inline void put_narrow(const float* sums, long rows, long channels, uint16_t* to, long stride) {
+    for (long r = 0; r < rows; r++)
+        for (long c = 0; c < channels; c += 16)
+            store_bf16(to + r * stride + c, _mm512_load_ps(sums + r * TILE + c));
+}
+
+// The same as float32: added to what is there, or written.
+inline void put_wide(const float* sums, long rows, long channels, float* to, long stride,
+                     bool is_added) {
+    for (long r = 0; r < rows; r++)
+        for (long c = 0; c < channels; c += 16) {
+            float* at = to + r * stride + c;
+            __m512 sum = _mm512_load_ps(sums + r * TILE + c);
+            _mm512_storeu_ps(at, is_added ? _mm512_add_ps(_mm512_loadu_ps(at), sum) : sum);
+        }
+}
+
 // A block whose result is bfloat16, in rows `stride` apart, written to `to` by Made::make.
 template <class Made>
 struct NarrowBlock {
@@ -55,9 +73,7 @@ struct NarrowBlock {
 struct Product {
     static void make(const NarrowBlock<Product>& n, uint16_t* to, long stride) {
         each_group(n.block, [&](long row, long rows, const float* sums) {
-            for (long r = 0; r < rows; r++)
-                for (long c = 0; c < TILE; c += 16)
-                    store_bf16(to + (row + r) * stride + c, _mm512_load_ps(sums + r * TILE + c));
+            put_narrow(sums, rows, TILE, to + row * stride, stride);
         });
     }
 };
@@ -106,12 +122,8 @@ struct WideBlock {
     void adopt(const Result& result) const { put(0, block.rows(), result.sums); }
 
     void put(long row, long rows, const float* sums) const {
-        for (long r = 0; r < rows; r++)
-            for (long c = 0; c < TILE; c += 16) {
-                float* to = out + (block.first + row + r) * stride + block.channel + c;
-                __m512 sum = _mm512_load_ps(sums + r * TILE + c);
-                _mm512_storeu_ps(to, is_added ? _mm512_add_ps(_mm512_loadu_ps(to), sum) : sum);
-            }
+        float* to = out + (block.first + row) * stride + block.channel;
+        put_wide(sums, rows, TILE, to, stride, is_added);
     }
 };
 
