@@ -25,6 +25,7 @@ _ENGINE_KEYS = {
     "enable_prefix_caching",
     "threads",
     "idle_threads",
+    "decode_pace",
     "gpu_memory_utilization",
     "memory_budget",
     "attention",

@@ -182,6 +182,11 @@ class Engine:
         return len(self._sequences)
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether some of a prompt is to be computed here."""
+        return self.scheduler.num_waiting_prefill_tokens > 0
+
+    @property
     def num_running(self) -> int:
         """Sequences that every step must bring forward."""
         return len(self.scheduler.running)

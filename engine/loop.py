@@ -34,6 +34,8 @@ class EngineLoop:
       last thing called, at most once. Both run on this thread and must not block.
     - The thread sleeps while there is no work, and while a step changes nothing: only a call
       can change that.
+    - While another process of the host reads a prompt, steps that only decode begin `pace` seconds
+      after each other or later, and leave the cores to it in between; 0: as soon as they can.
     - With PDSERVE_DEBUG=1 the engine's books are checked whenever it is idle; an error there is
       a crash.
     """
@@ -43,7 +45,10 @@ class EngineLoop:
         engine: Engine,
         on_outputs: Callable[[list[SequenceOutput]], None],
         on_crash: Callable[[BaseException], None],
+        pace: float = 0.0,
+        prompt_is_read: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`prompt_is_read`: by another process."""
         self._engine = engine
         self._on_outputs = on_outputs
         self._on_crash = on_crash
@@ -54,6 +59,9 @@ class EngineLoop:
         self._checks_when_idle = os.environ.get("PDSERVE_DEBUG") == "1"
         self._is_stopping = threading.Event()
         self._progress_at: float | None = None  # None: idle
+        self._pace = pace
+        self._prompt_is_read = prompt_is_read
+        self._step_began_at = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -91,6 +99,7 @@ class EngineLoop:
             may_wait = True
             while not self._is_stopping.is_set():
                 self._serve_calls(may_wait)
+                self._keep_pace()
                 if self._is_stopping.is_set():
                     break
                 may_wait = not self._step()
@@ -108,6 +117,7 @@ class EngineLoop:
         if not self._engine.has_work():
             return False
         self._mark_busy()
+        self._step_began_at = time.monotonic()
         outputs = self._engine.step(self._deliver)
         self._undelivered += outputs
         if self._engine.made_progress:
@@ -143,6 +153,20 @@ class EngineLoop:
             try:
                 item = self._inbox.get_nowait()
             except queue.Empty:  # `stop` was faster
+                return
+            self._serve(item)
+
+    def _keep_pace(self) -> None:
+        """Serves calls until the next step may begin."""
+        engine = self._engine
+        while self._pace and engine.num_running and not engine.has_prompts:
+            left = self._step_began_at + self._pace - time.monotonic()
+            if left <= 0 or self._is_stopping.is_set() or not self._prompt_is_read():
+                return
+            self._deliver()
+            try:
+                item = self._inbox.get(timeout=left)
+            except queue.Empty:
                 return
             self._serve(item)
 

@@ -34,6 +34,7 @@ from engine.engine import Engine
 from engine.grammar import GrammarCompiler, Matcher
 from engine.loop import EngineLoop
 from engine.parallel import RankGroup, TensorParallel
+from engine.prompt_sign import host_sign
 from engine.types import EngineStats, SequenceOutput
 from kv_transfer.base import KVTransfer
 from kv_transfer.carrier import CarrierWatch
@@ -111,7 +112,14 @@ class WorkerRuntime:
         pool = self.engine.pool
         self.kv_events = KvEventHub(self.incarnation, pool.num_blocks)
         pool.on_change = self.kv_events.note
-        self.engine_loop = EngineLoop(self.engine, self._on_outputs, self._on_crash)
+        is_on_cpu = self.engine.kv_cache.device.type == "cpu"
+        self.engine_loop = EngineLoop(
+            self.engine,
+            self._on_outputs,
+            self._on_crash,
+            pace=settings.engine.decode_pace if is_on_cpu else 0.0,
+            prompt_is_read=host_sign().is_raised,
+        )
         self.engine_loop.start()
         await self.run_on_engine(lambda _: native.settle_threads())
         await self._take_snapshot()

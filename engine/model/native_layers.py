@@ -1,6 +1,7 @@
 """All layers of a decoder for the tokens of one step in one native call (`layers.cpp`)."""
 
 import ctypes
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from engine.model.attention import MultiHeadAttention
 from engine.model.config import ModelConfig
 from engine.model.layers import Layer, Mlp, Norm, Weights, native_weight
 from engine.model.rope import Rope
+from engine.prompt_sign import host_sign
 
 _pointer, _long = ctypes.c_void_p, ctypes.c_long
 # Tokens of one sequence from which on packing its keys pays.
@@ -153,9 +155,11 @@ class NativeLayers:
             logits=logits.ctypes.data,
             **{name: buffer.data_ptr() for name, buffer in self._scratch.items()},
         )
-        loaded.pdserve_layers(
-            ctypes.addressof(self._decoder), ctypes.addressof(step), threads, native.idle_threads()
-        )
+        idle_threads = native.idle_threads() if rows > native.MAX_ROWS else 0
+        with host_sign().raised() if idle_threads else nullcontext():
+            loaded.pdserve_layers(
+                ctypes.addressof(self._decoder), ctypes.addressof(step), threads, idle_threads
+            )
         return torch.from_numpy(logits)
 
     def _make_room(self, rows: int) -> None:

@@ -17,7 +17,7 @@ WAIT = 30.0  # only ever reached by a bug
 
 
 class Harness:
-    def __init__(self) -> None:
+    def __init__(self, pace: float = 0.0) -> None:
         self.model = MockModel()
         self.engine = Engine(self.model, EngineConfig(block_size=4), num_kv_blocks=32)
         self.outputs: queue.Queue[list[SequenceOutput]] = queue.Queue()
@@ -32,7 +32,10 @@ class Harness:
             return step(before_model)
 
         self.engine.step = counted  # type: ignore[method-assign]
-        self.loop = EngineLoop(self.engine, self.outputs.put, self.crash.put)
+        self.prompt_is_read = False
+        self.loop = EngineLoop(
+            self.engine, self.outputs.put, self.crash.put, pace, lambda: self.prompt_is_read
+        )
 
     def add(self, name: str, **sampling) -> None:
         request = make_request(name, [1, 2, 3], **sampling)
@@ -189,6 +192,45 @@ def test_progress_is_tied_to_steps_and_an_idle_engine_is_fine(harness):
     harness.finish("r")
     harness.loop.call(lambda engine: None).result(WAIT)
     harness.wait_until_idle()
+
+
+@pytest.fixture
+def paced():
+    harness = Harness(pace=1e6)
+    harness.loop.start()
+    yield harness
+    assert harness.loop.stop(WAIT)
+
+
+def test_decoding_leaves_the_cores_while_a_prompt_is_read_elsewhere(paced):
+    paced.add("free", max_tokens=9)
+    assert len(paced.finish("free")) == 9  # nobody reads
+    paced.prompt_is_read = True
+    before = paced.num_steps
+    paced.add("r", max_tokens=9)
+    # Its own prompt does not wait; the step's output is not held back by the pause behind it.
+    outputs = [*paced.outputs.get(timeout=WAIT), *paced.outputs.get(timeout=WAIT)]
+    assert [len(output.token_ids) for output in outputs] == [0, 1]
+    for _ in range(5):  # calls do not wait either
+        paced.loop.call(lambda engine: None).result(WAIT)
+    assert paced.num_steps == before + 1
+    paced.add("late", max_tokens=9)
+    outputs = [*paced.outputs.get(timeout=WAIT), *paced.outputs.get(timeout=WAIT)]
+    assert {output.request_id for output in outputs} == {"r", "late"}
+    assert paced.num_steps == before + 2
+    paced.prompt_is_read = False
+    paced.loop.call(lambda engine: None).result(WAIT)
+    rest = [output for _ in range(8) for output in paced.outputs.get(timeout=WAIT)]
+    assert sum(len(o.token_ids) for o in rest if o.request_id == "late") == 8
+
+
+def test_a_pause_ends_with_the_loop(paced):
+    paced.prompt_is_read = True
+    paced.add("r", max_tokens=9)
+    paced.outputs.get(timeout=WAIT)
+    paced.outputs.get(timeout=WAIT)
+    assert paced.loop.stop(WAIT)
+    assert paced.num_steps == 1
 
 
 def test_a_failing_step_is_an_output_and_no_crash(harness):

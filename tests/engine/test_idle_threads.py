@@ -84,6 +84,32 @@ def test_they_change_no_bit(quantization: Quantization, threads: int, tmp_path: 
 
 
 @needs_two_cores
+def test_others_are_told_while_there_is_work_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    class Sign:
+        @contextmanager
+        def raised(self) -> Iterator[None]:
+            told.append("raised")
+            yield
+            told.append("let go")
+
+    monkeypatch.setattr("engine.model.native_layers.host_sign", Sign)
+    files = save_tiny(make_tiny("llama", head_dim=32, intermediate_size=512), tmp_path)
+    runner = PagedRunner(load_model(files, "bfloat16"), num_blocks=64)
+    ids = random_ids(80, seed=2)
+    runner.step({"a": ids[:40]})
+    assert told == []  # it has no idle threads
+    with idle_threads(1):
+        runner.step({"b": ids[:20]})
+        assert told == []  # few rows have no work for them
+        runner.step({"c": ids[:40]})
+        assert told == ["raised", "let go"]
+
+
+@needs_two_cores
 def test_one_that_loses_its_core_is_not_waited_for(tmp_path: Path) -> None:
     alone = read_prompts(tmp_path, "none")
     with idle_threads(1):  # which may be on every core that the process had at first
