@@ -26,6 +26,7 @@ from core.errors import (
     StalePeerError,
     UnavailableError,
 )
+from core.host import available_cpus
 from core.model_files import ModelFiles, resolve_model
 from core.types import GenerationRequest, KVBlockCounts, Role, WorkerState
 from core.worker_settings import WorkerSettings
@@ -112,12 +113,15 @@ class WorkerRuntime:
         pool = self.engine.pool
         self.kv_events = KvEventHub(self.incarnation, pool.num_blocks)
         pool.on_change = self.kv_events.note
-        is_on_cpu = self.engine.kv_cache.device.type == "cpu"
+        # One that has all cores leaves none: what else runs there takes turns with it.
+        has_some_cores = (
+            self.engine.kv_cache.device.type == "cpu" and settings.threads < available_cpus()
+        )
         self.engine_loop = EngineLoop(
             self.engine,
             self._on_outputs,
             self._on_crash,
-            pace=settings.engine.decode_pace if is_on_cpu else 0.0,
+            pace=settings.engine.decode_pace if has_some_cores else 0.0,
             prompt_is_read=host_sign().is_raised,
         )
         self.engine_loop.start()

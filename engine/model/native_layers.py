@@ -116,6 +116,10 @@ class NativeLayers:
             kv_cache.shape[4],
         )
         self._vocab_size = head.outputs
+        # Quantised weights are multiplied in another way up to MAX_ROWS; idle threads or not, no
+        # bit may differ.
+        is_plain = self._layers[0].qkv.kind == native.KINDS["plain"]
+        self._few_rows = native.FEW_ROWS if is_plain else native.MAX_ROWS
         self._scratch: dict[str, torch.Tensor] = {}
         self._num_rows = 0  # that the scratch has room for
 
@@ -155,10 +159,12 @@ class NativeLayers:
             logits=logits.ctypes.data,
             **{name: buffer.data_ptr() for name, buffer in self._scratch.items()},
         )
-        idle_threads = native.idle_threads() if rows > native.MAX_ROWS else 0
-        with host_sign().raised() if idle_threads else nullcontext():
+        idle_threads, reads_prompt = native.idle_threads(), len(laid_out.chunks) > 0
+        few_rows = self._few_rows if idle_threads and reads_prompt else native.MAX_ROWS
+        hands = idle_threads if rows > few_rows else 0
+        with host_sign().raised() if hands and reads_prompt else nullcontext():
             loaded.pdserve_layers(
-                ctypes.addressof(self._decoder), ctypes.addressof(step), threads, idle_threads
+                ctypes.addressof(self._decoder), ctypes.addressof(step), threads, hands, few_rows
             )
         return torch.from_numpy(logits)
 

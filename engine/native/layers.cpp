@@ -85,6 +85,9 @@ struct Step {
 // on nothing needs to be cut.
 constexpr long PART_KEYS = 128, ENOUGH_PAIRS = 4;
 
+// Whether the threads of this process's team have a core each, see `pdserve_settle`.
+bool are_settled = false;
+
 // The threads of a call: where they wait for each other, and what of a phase is left to take.
 class Crew {
    public:
@@ -102,8 +105,17 @@ class Crew {
             round_.store(round + 1, std::memory_order_release);
             return;
         }
-        for (int spins = 0; round_.load(std::memory_order_acquire) == round; spins++)
-            spins < 2000 ? _mm_pause() : static_cast<void>(sched_yield());
+        // Settled threads need not let each other run, and what wakes up beside them does so anyway.
+        // One that yields puts itself back by a whole slice, the long one that it has, behind
+        // threads of the lowest priority too; from sleep it takes its core back at once.
+        long patience = are_settled ? 100'000 : 2000;
+        for (long spins = 0; round_.load(std::memory_order_acquire) == round; spins++)
+            if (spins < patience)
+                _mm_pause();
+            else if (are_settled)
+                usleep(20);
+            else
+                sched_yield();
     }
 
    private:
@@ -169,10 +181,10 @@ struct SingleRoom {
 
 class Walk {
    public:
-    Walk(const Decoder& d, const Step& s, int thread, Crew& crew, Hand* hand, uint16_t* packed,
-         SingleRoom seen)
-        : d_(d), s_(s), thread_(thread), crew_(crew), hand_(hand), packed_(packed), seen_(seen),
-          rows_(s.rows),
+    Walk(const Decoder& d, const Step& s, int thread, Crew& crew, Hand* hand, long few_rows,
+         uint16_t* packed, SingleRoom seen)
+        : d_(d), s_(s), thread_(thread), crew_(crew), hand_(hand), few_rows_(few_rows),
+          packed_(packed), seen_(seen), rows_(s.rows),
           residual_(s.residual), attended_(s.attended),
           width_((d.heads + 2 * d.kv_heads) * d.dim) {}
 
@@ -242,7 +254,7 @@ class Walk {
 
     // Few rows each thread norms for itself: less than waiting for another.
     const uint16_t* norm(const uint16_t* weight) {
-        bool is_own = rows_ <= MAX_ROWS;
+        bool is_own = rows_ <= few_rows_;
         uint16_t* out = s_.normed + (is_own ? thread_ * MAX_ROWS * d_.hidden : 0);
         auto row = [&](long r) {
             norm_row(residual_ + r * d_.hidden, weight, out + r * d_.hidden, d_.hidden, d_.eps);
@@ -274,7 +286,7 @@ class Walk {
     }
 
     void narrow(const Linear& w, const uint16_t* x, uint16_t* out) {
-        if (rows_ <= MAX_ROWS)
+        if (rows_ <= few_rows_)
             few(w, w.outputs, x, [&](long channel, long channels, const float* sums) {
                 put_narrow(sums, rows_, channels, out + channel, w.outputs);
             });
@@ -287,7 +299,7 @@ class Walk {
 
     // Adds to the residual.
     void add(const Linear& w, const uint16_t* x) {
-        if (rows_ <= MAX_ROWS)
+        if (rows_ <= few_rows_)
             few(w, w.outputs, x, [&](long channel, long channels, const float* sums) {
                 put_wide(sums, rows_, channels, residual_ + channel, d_.hidden, true);
             });
@@ -408,7 +420,7 @@ class Walk {
     }
 
     void gate_up(const Linear& w, const uint16_t* x) {
-        if (rows_ <= MAX_ROWS) {
+        if (rows_ <= few_rows_) {
             alignas(64) float up[MAX_ROWS * TILE];
             Inputs inputs = prepared(w, x, rows_);
             auto use = [&](long channel, long channels, const float* gate) {
@@ -432,7 +444,7 @@ class Walk {
         if (!are_logits_rows_) keep_logits_rows();
         long size = d_.head.outputs;
         const uint16_t* x = norm(d_.norm);
-        if (rows_ <= MAX_ROWS)
+        if (rows_ <= few_rows_)
             few(d_.head, size, x, [&](long channel, long channels, const float* sums) {
                 put_wide(sums, rows_, channels, s_.logits + channel, size, false);
             });
@@ -447,6 +459,7 @@ class Walk {
     int thread_;
     Crew& crew_;
     Hand* hand_;        // of this thread, or null
+    long few_rows_;     // up to which each thread has a fixed part of a product
     uint16_t* packed_;  // room for the chunks' keys and values of one layer
     SingleRoom seen_;
     long rows_;
@@ -525,6 +538,7 @@ extern "C" {
 // From now on the calling thread and its team have a core each, and give way at once to whatever
 // wakes up on it. What fails leaves them as they were.
 void pdserve_settle(const int* cpus, int threads) {
+    are_settled = true;
 #pragma omp parallel num_threads(threads)
     {
         give_way();
@@ -535,18 +549,20 @@ void pdserve_settle(const int* cpus, int threads) {
     }
 }
 
-// Each of the first `hands` threads has a hand beside it, if more rows come than few.
-void pdserve_layers(const Decoder* decoder, const Step* step, int threads, int hands) {
+// Up to `few_rows`, at most MAX_ROWS, each thread has a fixed part of a product; with more, each of the
+// first `hands` threads has a hand beside it.
+void pdserve_layers(const Decoder* decoder, const Step* step, int threads, int hands,
+                    int few_rows) {
     Crew crew;
     uint16_t* packed = room_for_packed(*decoder, *step);
     SingleRoom seen = room_for_singles(*decoder, *step, threads);
-    Hands own(step->rows > MAX_ROWS ? hands : 0);
+    Hands own(step->rows > few_rows ? hands : 0);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp single
         crew.threads = omp_get_num_threads();  // may be fewer than asked for
         int thread = omp_get_thread_num();
-        Walk(*decoder, *step, thread, crew, own.get(thread), packed, seen).run();
+        Walk(*decoder, *step, thread, crew, own.get(thread), few_rows, packed, seen).run();
     }
 }
 

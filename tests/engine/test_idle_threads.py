@@ -1,10 +1,12 @@
 """Threads of the lowest priority that take a share of a prompt's work."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,10 +35,14 @@ def idle_threads(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def computing(cpus: set[int]) -> Iterator[None]:
-    """Something else has these cores for good."""
-    code = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nprint(flush=True)\n" + (
-        "while True: pass"
+def computing(
+    cpus: set[int], policy: str = "os.SCHED_OTHER"
+) -> Iterator[list["subprocess.Popen[bytes]"]]:
+    """Something else has these cores for good, or by that policy what is left of them."""
+    code = (
+        "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\n"
+        f"os.sched_setscheduler(0, {policy}, os.sched_param(0))\n"
+        "print(flush=True)\nwhile True: pass"
     )
     started = [
         subprocess.Popen([sys.executable, "-c", code, str(cpu)], stdout=subprocess.PIPE)
@@ -45,11 +51,17 @@ def computing(cpus: set[int]) -> Iterator[None]:
     try:
         for process in started:
             assert process.stdout is not None and process.stdout.readline()
-        yield
+        yield started
     finally:
         for process in started:
             process.kill()
             process.communicate()
+
+
+def seconds_used(processes: "list[subprocess.Popen[bytes]]") -> float:
+    """Of cores, by their main threads."""
+    files = [Path(f"/proc/{process.pid}/schedstat") for process in processes]
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
 
 def read_prompts(path: Path, quantization: Quantization) -> torch.Tensor:
@@ -58,7 +70,11 @@ def read_prompts(path: Path, quantization: Quantization) -> torch.Tensor:
     files = save_tiny(make_tiny("qwen2-window", head_dim=32, intermediate_size=512), path)
     runner = PagedRunner(load_model(files, "bfloat16", quantization=quantization), num_blocks=256)
     ids = random_ids(500, seed=2)
-    steps = [{"a": ids[:301]}, {"a": ids[301:302], "b": ids[:130], "c": ids[7:50]}]
+    steps = [
+        {"a": ids[:301]},
+        {"a": ids[301:302], "b": ids[:130], "c": ids[7:50]},
+        {"d": ids[:23], "b": ids[130:131]},
+    ]
     return torch.cat([runner.step(step) for step in steps])
 
 
@@ -83,6 +99,31 @@ def test_they_change_no_bit(quantization: Quantization, threads: int, tmp_path: 
     assert has_grown(0, before)
 
 
+def shares_beside_idle_threads(path: Path) -> float:
+    """In a process of its own, whose threads settle: what others of the lowest priority, one on
+    each core, get of the cores while it computes."""
+    sizes = {"hidden_size": 512, "head_dim": 64, "intermediate_size": 2048}
+    files = save_tiny(make_tiny("llama", num_hidden_layers=4, **sizes), path)
+    runner = PagedRunner(load_model(files, "bfloat16"), num_blocks=2200)
+    ids, cpus = random_ids(400, seed=3), os.sched_getaffinity(0)
+    torch.set_num_threads(len(cpus))
+    native.settle_threads()
+    runner.step({"warm": ids})
+    with computing(cpus, "os.SCHED_IDLE") as others:
+        used, since = -seconds_used(others), time.monotonic()
+        for i in range(20):
+            runner.step({f"{i}": ids})
+        used, elapsed = used + seconds_used(others), time.monotonic() - since
+    return used / (elapsed * len(cpus))
+
+
+@needs_two_cores
+def test_threads_that_wait_for_each_other_do_not_lose_their_cores(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as own:
+        share = own.submit(shares_beside_idle_threads, tmp_path).result(SECONDS)
+    assert share < 0.25
+
+
 @needs_two_cores
 def test_others_are_told_while_there_is_work_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -103,10 +144,12 @@ def test_others_are_told_while_there_is_work_for_them(
     runner.step({"a": ids[:40]})
     assert told == []  # it has no idle threads
     with idle_threads(1):
-        runner.step({"b": ids[:20]})
+        runner.step({"b": ids[:16]})
         assert told == []  # few rows have no work for them
-        runner.step({"c": ids[:40]})
+        runner.step({"c": ids[:17]})
         assert told == ["raised", "let go"]
+        runner.step({name: ids[:1] for name in "defghijklmnopqrstuv"})
+        assert len(told) == 2  # nobody makes way for those who decode, many as they may be
 
 
 @needs_two_cores
