@@ -9,7 +9,6 @@ user's KV to another.
 import hashlib
 import struct
 from collections.abc import Sequence
-from itertools import islice
 
 _VERSION = b"pdserve-block-v1"
 
@@ -20,22 +19,26 @@ def root_hash(block_size: int, cache_salt: str = "") -> bytes:
     return hashlib.sha256(_VERSION + struct.pack("<II", block_size, len(salt)) + salt).digest()
 
 
-def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Hash of one full block after `parent`."""
-    return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}I", *token_ids)).digest()
+def following_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Hashes of the full blocks of `token_ids`, which come after `parent`, first to last."""
+    num_tokens = len(token_ids) // block_size * block_size
+    # In one go: this is done for every prompt on its way, by router and worker.
+    packed = struct.pack(f"<{num_tokens}I", *token_ids[:num_tokens])
+    size = 4 * block_size
+    hashes = []
+    for start in range(0, len(packed), size):
+        parent = hashlib.sha256(parent + packed[start : start + size]).digest()
+        hashes.append(parent)
+    return hashes
 
 
 def block_hashes(
     token_ids: Sequence[int], block_size: int, cache_salt: str = "", limit: int | None = None
 ) -> list[bytes]:
     """Hashes of the full blocks of `token_ids`, first to last, at most `limit` of them."""
-    parent = root_hash(block_size, cache_salt)
-    hashes = []
-    starts = range(0, len(token_ids) - block_size + 1, block_size)
-    for start in islice(starts, limit):
-        parent = block_hash(parent, token_ids[start : start + block_size])
-        hashes.append(parent)
-    return hashes
+    if limit is not None:
+        token_ids = token_ids[: limit * block_size]
+    return following_hashes(root_hash(block_size, cache_salt), token_ids, block_size)
 
 
 def token_digest(token_ids: Sequence[int]) -> bytes:

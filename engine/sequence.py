@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from core.block_hash import block_hash, root_hash
+from core.block_hash import following_hashes, root_hash
 from core.errors import RequestError
 from core.types import FinishReason, GenerationRequest, Pooling, SamplingParams
 
@@ -115,10 +115,10 @@ class Sequence:
         """Chained hashes of the first `num_blocks` full blocks; each is computed once in the
         life of the sequence."""
         hashes = self._block_hashes
-        while len(hashes) < num_blocks:
+        if len(hashes) < num_blocks:
             parent = hashes[-1] if hashes else root_hash(block_size, self.request.cache_salt)
-            start = len(hashes) * block_size
-            hashes.append(block_hash(parent, self.token_ids[start : start + block_size]))
+            tokens = self.token_ids[len(hashes) * block_size : num_blocks * block_size]
+            hashes += following_hashes(parent, tokens, block_size)
         return hashes[:num_blocks]
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
