@@ -75,7 +75,7 @@ class EngineConfig(_Section):
     quantization: Literal["none", "int8", "int4"] = "none"
     threads: Positive | Literal["auto"] = "auto"
     idle_threads: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    # Seconds from one step to the next that only decodes, while prompts are read beside it.
+    # Of decode workers, seconds from one step to the next while prompts are read beside them.
     decode_pace: Annotated[float, Field(ge=0, le=1)] = 0.03
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # Of a GPU's memory: what weights, KV blocks and a step may take together.

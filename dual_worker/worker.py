@@ -12,16 +12,14 @@ to one role.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 
 from core.errors import EngineError, RequestError, UnavailableError
 from core.types import Role
 from core.worker_settings import WorkerSettings
 from decode_worker import DecodeWorker
 from prefill_worker import PrefillWorker
-from rpc import worker_pb2 as pb
+from worker.base import Worker
 from worker.runtime import WorkerRuntime
-from worker.status import add_status_service
 
 logger = logging.getLogger(__name__)
 
@@ -29,42 +27,23 @@ _END_S = 5.0  # from the failure of what is left to the last block given back
 _CHECK_S = 0.01
 
 
-class DualWorker:
+class DualWorker(Worker):
     """Owns one runtime, with a prefill worker's leases and a decode worker's peers around it."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        self.runtime = WorkerRuntime(settings)
+        super().__init__(WorkerRuntime(settings))
         self._prefill = PrefillWorker(settings, self.runtime)
         self._decode = DecodeWorker(settings, self.runtime)
         self.leases = self._prefill.leases
         self._switching = asyncio.Lock()
 
     @property
-    def info(self) -> pb.WorkerInfo:
-        return self.runtime.info
-
-    @property
     def role(self) -> Role:
         return self.runtime.settings.role
 
-    @property
-    def failed(self) -> "asyncio.Future[BaseException]":
-        return self.runtime.failed
-
-    async def start(self, progress: Callable[[str], None]) -> None:
-        """Raises ModelError. Afterwards the worker answers at `info.address`."""
-        await self.runtime.load(progress)
+    def add_services(self) -> None:
         self._prefill.add_services()
         self._decode.add_services()
-        add_status_service(self.runtime)
-        await self.runtime.serve()
-
-    @property
-    def num_requests(self) -> int:
-        return self.runtime.num_requests
-
-    async def drain(self, grace_s: float = 0.0) -> bool:
-        return await self.runtime.drain(grace_s)
 
     async def switch(self, role: Role, grace_s: float) -> None:
         """Becomes the other role; what runs has `grace_s`. Raises RequestError for a role that it

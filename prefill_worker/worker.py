@@ -1,7 +1,6 @@
 """One prefill worker: a runtime, its leases and its two services."""
 
 import asyncio
-from collections.abc import Callable
 
 from core.errors import PdserveError, UnavailableError
 from core.worker_settings import WorkerSettings
@@ -9,37 +8,19 @@ from kv_transfer.grpc_transport import add_kv_service
 from kv_transfer.lease import LeaseTable
 from prefill_worker.kv_service import KvService
 from prefill_worker.prefill_service import PrefillService
-from rpc import worker_pb2 as pb
 from rpc import worker_pb2_grpc
+from worker.base import Worker
 from worker.runtime import WorkerRuntime, now
-from worker.status import add_status_service
 
 
-class PrefillWorker:
-    """Start it, serve until `failed` or until told to stop."""
-
+class PrefillWorker(Worker):
     def __init__(self, settings: WorkerSettings, runtime: WorkerRuntime | None = None) -> None:
         """`runtime`: of a worker that has another role too."""
-        self.runtime = runtime or WorkerRuntime(settings)
+        super().__init__(runtime or WorkerRuntime(settings))
         lease_seconds = settings.config.kv_transfer.lease_seconds
         self.leases = LeaseTable(lease_seconds=lease_seconds, clock=now, unpin=self._unpin)
         self._sweep_seconds = min(1.0, lease_seconds / 4)
         self._sweeper: asyncio.Task[None] | None = None
-
-    @property
-    def info(self) -> pb.WorkerInfo:
-        return self.runtime.info
-
-    @property
-    def failed(self) -> "asyncio.Future[BaseException]":
-        return self.runtime.failed
-
-    async def start(self, progress: Callable[[str], None]) -> None:
-        """Raises ModelError. Afterwards the worker answers at `info.address`."""
-        await self.runtime.load(progress)
-        self.add_services()
-        add_status_service(self.runtime)
-        await self.runtime.serve()
 
     def add_services(self) -> None:
         server = self.runtime.server
@@ -49,17 +30,10 @@ class PrefillWorker:
         add_kv_service(KvService(self.runtime, self.leases), server)
         self._sweeper = asyncio.create_task(self._sweep(), name="lease sweep")
 
-    @property
-    def num_requests(self) -> int:
-        return self.runtime.num_requests
-
-    async def drain(self, grace_s: float = 0.0) -> bool:
-        return await self.runtime.drain(grace_s)
-
     async def stop(self, grace_s: float = 0.0) -> None:
         if self._sweeper is not None:
             self._sweeper.cancel()
-        await self.runtime.stop(grace_s)
+        await super().stop(grace_s)
         self.leases.fail_all(UnavailableError(f"{self.runtime.settings.worker_id} has stopped"))
 
     def _unpin(self, request_id: str, error: PdserveError | None) -> None:

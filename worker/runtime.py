@@ -114,14 +114,16 @@ class WorkerRuntime:
         self.kv_events = KvEventHub(self.incarnation, pool.num_blocks)
         pool.on_change = self.kv_events.note
         # One that has all cores leaves none: what else runs there takes turns with it.
-        has_some_cores = (
-            self.engine.kv_cache.device.type == "cpu" and settings.threads < available_cpus()
+        leaves_cores = (
+            settings.role is not Role.COLOCATED
+            and self.engine.kv_cache.device.type == "cpu"
+            and settings.threads < available_cpus()
         )
         self.engine_loop = EngineLoop(
             self.engine,
             self._on_outputs,
             self._on_crash,
-            pace=settings.engine.decode_pace if has_some_cores else 0.0,
+            pace=settings.engine.decode_pace if leaves_cores else 0.0,
             prompt_is_read=host_sign().is_raised,
         )
         self.engine_loop.start()
