@@ -163,7 +163,8 @@ class Foreground:
             if said := self._ray.keep_head():
                 self._reporter.warn(said)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop_asked.wait(), _CHECK_RAY_S)
+                async with asyncio.timeout(_CHECK_RAY_S):
+                    await self._stop_asked.wait()
                 return
 
     async def _stop_workers(self, controller: ControllerClient) -> None:

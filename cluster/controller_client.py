@@ -43,7 +43,8 @@ class ControllerClient:
             views = self._stub.Watch(pb.WatchRequest(router_id="pdserve up"))
             with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
                 while True:
-                    view = await asyncio.wait_for(views.read(), _SILENCE_S)
+                    async with asyncio.timeout(_SILENCE_S):
+                        view = await views.read()
                     if view is grpc.aio.EOF:
                         break
                     is_there = True

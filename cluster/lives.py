@@ -118,12 +118,10 @@ async def _whole(remains: _Remains) -> Life | None:
 
 
 async def _described(actor: Any) -> Description | None:
-    async def ask() -> Description:
-        description: Description = await actor.describe.remote()
-        return description
-
     with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
-        return await asyncio.wait_for(ask(), _DESCRIBE_S)
+        async with asyncio.timeout(_DESCRIBE_S):
+            description: Description = await actor.describe.remote()
+            return description
     return None
 
 

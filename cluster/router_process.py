@@ -76,7 +76,8 @@ class RouterProcess:
             return
         self._signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(process.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await process.wait()
         except TimeoutError:
             self._signal(signal.SIGKILL)
             await process.wait()

@@ -195,7 +195,8 @@ class WorkerSlot:
             calls = [_call(stop, grace_s + _CALL_TIMEOUT_S) for stop in stops]
             await asyncio.gather(*calls, return_exceptions=True)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._life_over.wait(), _EXIT_S)
+                async with asyncio.timeout(_EXIT_S):
+                    await self._life_over.wait()
                 has_ended = True
         if not has_ended:  # else its place is being given back: a call of Ray, not to be abandoned
             self._task.cancel()
@@ -378,7 +379,8 @@ async def _result(ref: Any) -> Any:
 
 
 async def _call(ref: Any, timeout_s: float) -> Any:
-    return await asyncio.wait_for(_result(ref), timeout_s)
+    async with asyncio.timeout(timeout_s):
+        return await ref
 
 
 def _why_dead(error: Exception) -> str:

@@ -9,15 +9,17 @@ import functools
 import logging
 import os
 import struct
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-# C's struct flock: type, whence, start, length (0: to the end), pid.
+# Linux's struct flock: type, whence, start, length (0: to the end), pid.
 _FLOCK = struct.Struct("@hhlli")
+_SHARED = fcntl.LOCK_SH | fcntl.LOCK_NB
 _QUESTION = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
@@ -26,15 +28,21 @@ class PromptSign:
     whether they could have it, so that nobody waits; who ends in the middle has let go of it.
 
     One instance of a path in a process: closing a file gives up all of a process's locks on it.
-    Where the file cannot be had, no sign is ever seen.
+    Where the file cannot be had or locked, and on other systems than Linux, which alone have such
+    threads, no sign is ever seen.
     """
 
     def __init__(self, path: Path) -> None:
         self._file: int | None = None
+        if sys.platform != "linux":
+            return
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             self._file = os.open(path, flags, 0o600)
+            fcntl.lockf(self._file, _SHARED)  # some file systems have no locks
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
         except OSError as error:
+            self.close()
             logger.warning("prompts of other processes are not minded: %s", error)
 
     @contextmanager
@@ -43,7 +51,8 @@ class PromptSign:
         if self._file is None:
             yield
             return
-        fcntl.lockf(self._file, fcntl.LOCK_SH)
+        with suppress(OSError):  # a stranger has it alone
+            fcntl.lockf(self._file, _SHARED)
         try:
             yield
         finally:

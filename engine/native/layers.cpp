@@ -549,8 +549,8 @@ void pdserve_settle(const int* cpus, int threads) {
     }
 }
 
-// Up to `few_rows`, at most MAX_ROWS, each thread has a fixed part of a product; with more, each of the
-// first `hands` threads has a hand beside it.
+// Up to `few_rows`, at most MAX_ROWS, each thread has a fixed part of a product; with more, each of
+// the first `hands` threads has a hand beside it.
 void pdserve_layers(const Decoder* decoder, const Step* step, int threads, int hands,
                     int few_rows) {
     Crew crew;

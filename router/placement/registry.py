@@ -108,7 +108,8 @@ class Registry:
     async def wait_for_change(self, timeout_s: float) -> None:
         """Returns after the next change of what can be placed, or after `timeout_s`."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
     def notify(self) -> None:
         self._changed.set()
@@ -182,7 +183,8 @@ class Registry:
                 views = stub.Watch(cluster_pb2.WatchRequest(router_id=router_id))
                 try:
                     while True:
-                        view = await asyncio.wait_for(views.read(), _VIEW_SILENCE_S)
+                        async with asyncio.timeout(_VIEW_SILENCE_S):
+                            view = await views.read()
                         if view is grpc.aio.EOF:
                             break
                         if self._failures:

@@ -235,7 +235,8 @@ class Worker:
                 statuses = self._service.WatchStatus(worker_pb2.WatchStatusRequest())
                 try:
                     while True:
-                        status = await asyncio.wait_for(statuses.read(), _STATUS_SILENCE_S)
+                        async with asyncio.timeout(_STATUS_SILENCE_S):
+                            status = await statuses.read()
                         if status is grpc.aio.EOF:
                             break
                         failures = 0

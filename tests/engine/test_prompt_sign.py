@@ -1,5 +1,8 @@
 """What processes of a host see of each other's prompts."""
 
+import errno
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,3 +63,32 @@ def test_where_the_file_cannot_be_had_there_is_no_sign(
             assert not sign.is_raised()
         sign.close()
     assert len(caplog.records) == 2 and not path.exists()
+
+
+def test_where_files_cannot_be_locked_there_is_none(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("engine.prompt_sign.fcntl.lockf", no_locks)
+    sign = PromptSign(path)
+    with sign.raised():
+        assert not sign.is_raised()
+    assert "No locks available" in caplog.text
+
+
+def test_a_stranger_who_has_the_file_alone_stops_nobody(path: Path, sign: PromptSign) -> None:
+    code = """
+import fcntl, sys
+file = open(sys.argv[1], "r+")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print(flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        with sign.raised():
+            pass
+        other.kill()

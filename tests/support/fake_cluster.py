@@ -88,7 +88,8 @@ class _Controller(cluster_pb2_grpc.ClusterServiceServicer):
             while True:
                 yield self._cluster.view()
                 try:
-                    await asyncio.wait_for(queue.get(), 5)
+                    async with asyncio.timeout(5):
+                        await queue.get()
                 except TimeoutError:
                     continue
         finally:

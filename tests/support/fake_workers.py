@@ -275,7 +275,8 @@ class _Worker(worker_pb2_grpc.WorkerServiceServicer):
                 if not worker.is_silent:
                     yield worker.status
                 try:
-                    await asyncio.wait_for(queue.get(), worker.status_every_s)
+                    async with asyncio.timeout(worker.status_every_s):
+                        await queue.get()
                 except TimeoutError:
                     continue
         finally:
