@@ -31,7 +31,8 @@ serve: $(VENV)/.installed ## Get the model and serve configs/local.yaml until Ct
 	@exec $(BIN)/pdserve up $(CONFIG) $(ARGS)
 
 test: $(VENV)/.installed-dev ## Run the test suite in two processes (ARGS= goes to pytest)
-	$(BIN)/python -m pytest -m "not slow" -n 2 --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n 2 --no-loadscope-reorder \
+		-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true $(ARGS)
 
 pictures: $(VENV)/.installed-dev ## Make the dashboard's pictures in docs/images again; chromium
 	PDSERVE_PICTURES=docs/images $(BIN)/python -m pytest tests/router/test_dashboard_browser.py $(ARGS)
