@@ -1,12 +1,10 @@
 """Threads of the lowest priority that take a share of a prompt's work."""
 
-import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -99,7 +97,7 @@ def test_they_change_no_bit(quantization: Quantization, threads: int, tmp_path: 
     assert has_grown(0, before)
 
 
-def shares_beside_idle_threads(path: Path) -> float:
+def share_beside_idle_threads(path: Path) -> float:
     """In a process of its own, whose threads settle: what others of the lowest priority, one on
     each core, get of the cores while it computes."""
     sizes = {"hidden_size": 512, "head_dim": 64, "intermediate_size": 2048}
@@ -119,9 +117,16 @@ def shares_beside_idle_threads(path: Path) -> float:
 
 @needs_two_cores
 def test_threads_that_wait_for_each_other_do_not_lose_their_cores(tmp_path: Path) -> None:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as own:
-        share = own.submit(shares_beside_idle_threads, tmp_path).result(SECONDS)
-    assert share < 0.25
+    code = (
+        "import sys; from pathlib import Path; import test_idle_threads as tests\n"
+        "print(tests.share_beside_idle_threads(Path(sys.argv[1])))"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    said = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, timeout=120, check=True,
+    ).stdout  # fmt: skip
+    assert float(said.splitlines()[-1]) < 0.5  # it was 0.73 to 0.86
 
 
 @needs_two_cores
