@@ -12,14 +12,15 @@ In turn, on the same cores, each in fresh processes, SmolLM2-135M in bfloat16:
 Two answers. "Of the gap" is 1 - alone / live, of medians; the sampler is in it, and the client,
 which shares the cores. "Own CPU" is what router and worker themselves compute for a step, ms, and
 its share of a gap: all threads of the router, those of the worker that do not compute, and the
-engine's Python, by which its thread is longer at work than the one that computes beside it (so it
-takes two threads). CPU: ms for each token, of all threads, waiting in a loop included; the worker's
-is what goes beyond the model alone. "Others" is what everybody else used of the cores, Ray
-included.
+engine's Python, by which its thread is longer at work than those that compute beside it (with one
+thread alone it cannot be told, and is left out). CPU: ms for each token, of all threads, waiting in
+a loop included; the worker's is what goes beyond the model alone. "Others" is what everybody else
+used of the cores, Ray included.
 """
 
 import argparse
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import statistics
@@ -55,8 +56,9 @@ def threads_s(pid: int) -> dict[str, tuple[float, float]]:
     """Of each thread of a process: how long it ran, and how long it waited for a processor."""
     found = {}
     for thread in Path(f"/proc/{pid}/task").iterdir():
-        run, wait, _ = (thread / "schedstat").read_text().split()
-        found[thread.name] = int(run) / 1e9, int(wait) / 1e9
+        with contextlib.suppress(OSError):  # it has ended
+            run, wait, _ = (thread / "schedstat").read_text().split()
+            found[thread.name] = int(run) / 1e9, int(wait) / 1e9
     return found
 
 
@@ -65,16 +67,17 @@ def cpu_s(pid: int) -> float:
 
 
 def beside_computing_s(
-    before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]], threads: int
+    before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]]
 ) -> float:
-    """Of a worker in which `threads` threads compute, the engine's own among them: CPU of the
+    """Of a worker in which a thread for each core computes, the engine's own among them: CPU of the
     others, and the time by which the engine's is longer at work than the rest of those."""
+    threads = available_cpus()
     grown = [(run - before[name][0], wait - before[name][1])
              for name, (run, wait) in after.items() if name in before]  # fmt: skip
     grown.sort(reverse=True)
     others = sum(run for run, _ in grown[threads:])
     at_work = sorted(run + wait for run, wait in grown[:threads])
-    return others + at_work[-1] - statistics.mean(at_work[:-1])
+    return others + at_work[-1] - statistics.mean(at_work[:-1] or at_work)
 
 
 def busy_s() -> float:
@@ -112,7 +115,7 @@ def alone(threads: int) -> dict[str, float]:
     }
 
 
-async def live(running: Deployed, threads: int) -> dict[str, float]:
+async def live(running: Deployed) -> dict[str, float]:
     (worker,) = [entry["pid"] for entry in running.cluster()["workers"]]
     up = next(found.pid for found in running_deployments() if found.url == running.url)
     (router,) = [
@@ -121,12 +124,12 @@ async def live(running: Deployed, threads: int) -> dict[str, float]:
     ]  # fmt: skip
     pids = {"worker": worker, "router": router, "client": os.getpid()}
     client = StreamingClient(Target(running.url, MODEL, extra={"ignore_eos": True}, timeout_s=100))
-    await streams(client, "warm", 32, pids, threads)
-    return await streams(client, "measured", NUM_OUT, pids, threads)
+    await streams(client, "warm", 32, pids)
+    return await streams(client, "measured", NUM_OUT, pids)
 
 
 async def streams(
-    client: StreamingClient, name: str, num_out: int, pids: dict[str, int], threads: int
+    client: StreamingClient, name: str, num_out: int, pids: dict[str, int]
 ) -> dict[str, float]:
     """All at once, with prompts that no other name's begin like."""
 
@@ -158,7 +161,7 @@ async def streams(
         raise SystemExit(f"pdserve: error: {len(wrong)} of {STREAMS} streams went wrong: {wrong}")
     used = {who: after[who] - before[who] for who in after}
     others = used.pop("busy") - sum(used.values())
-    own = used["router"] + beside_computing_s(worker_before, worker_after, threads)
+    own = used["router"] + beside_computing_s(worker_before, worker_after)
     steps = sum(map(len, times)) / STREAMS
     return {
         "gap live ms": 1e3 * statistics.median(gaps),
@@ -177,7 +180,7 @@ def one_round(threads: int) -> dict[str, float]:
         deployed(CONFIG, overrides, Path(folder) / "up.log") as running,
     ):
         running.wait_ready()
-        found |= run_async(live(running, threads))
+        found |= run_async(live(running))
     found["worker beyond"] = found["worker"] - found["CPU: model"]
     return found
 
