@@ -37,7 +37,7 @@ class Fakes:
         """`itl_s`: from one token of a stream to the next; 0: all at once. `has_steps`: tokens of
         all streams go as one, as real workers send them; else each on its request's own call."""
         self._itl_s = itl_s
-        self._steps = StepStreams()
+        self._steps = StepStreams(lambda incarnation: None)
         self._has_steps = has_steps
         self._handed: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._sent: dict[str, list[float]] = {}
@@ -63,6 +63,7 @@ class Fakes:
             self._addresses[name] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
             servers.append(server)
         self._servers = servers
+        self._steps_address = await self._steps.listen("127.0.0.1")
         await asyncio.gather(*(server.start() for server in servers))
         return self._addresses["controller"]
 
@@ -81,12 +82,7 @@ class Fakes:
         status = grpc.unary_stream_rpc_method_handler(self._status)
         worker = {"GetInfo": grpc.unary_unary_rpc_method_handler(info), "WatchStatus": status}
         prefill = {"Prefill": grpc.unary_stream_rpc_method_handler(self._prefill)}
-        decode = {
-            "Decode": grpc.unary_stream_rpc_method_handler(self._decode),
-            "Steps": grpc.unary_stream_rpc_method_handler(
-                self._follow_steps, response_serializer=pb.StepTokens.SerializeToString
-            ),
-        }
+        decode = {"Decode": grpc.unary_stream_rpc_method_handler(self._decode)}
         return (
             make(f"{package}.WorkerService", worker),
             make(f"{package}.PrefillService", prefill),
@@ -99,6 +95,7 @@ class Fakes:
             address=self._addresses[name], incarnation=name, model="fake",
             compatibility={"block_size": "16"}, max_model_len=1 << 16, block_size=16,
             num_kv_blocks=1 << 20, kv_block_bytes=1024, max_num_seqs=1024,
+            steps_address=self._steps_address,
         ).SerializeToString()  # fmt: skip
 
     async def _watch(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
@@ -126,9 +123,6 @@ class Fakes:
         sent.append(time.monotonic())
         await context.write(self._prefill_events[1])
         await self._handed[message.request_id].wait()
-
-    async def _follow_steps(self, request: bytes, context: Any) -> None:
-        await self._steps.serve(pb.StepsRequest.FromString(request).stream_id, context)
 
     async def _decode(self, request: bytes, context: Any) -> None:
         whole = pb.DecodeRequest.FromString(request)

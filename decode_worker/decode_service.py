@@ -53,15 +53,10 @@ class _Steps:
 
 
 class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
-    def __init__(self, runtime: WorkerRuntime, peers: PeerBook) -> None:
+    def __init__(self, runtime: WorkerRuntime, peers: PeerBook, steps: StepStreams) -> None:
         self._runtime = runtime
         self._peers = peers
-        self._steps = StepStreams()
-
-    async def Steps(self, message: pb.StepsRequest, context: grpc.aio.ServicerContext) -> None:
-        async with translated_errors(context):
-            self._runtime.check_incarnation(message.incarnation)
-            await self._steps.serve(message.stream_id, context)
+        self._steps = steps
 
     async def Decode(self, message: pb.DecodeRequest, context: grpc.aio.ServicerContext) -> None:
         # Not a generator: a cancelled call must always arrive as CancelledError in here.

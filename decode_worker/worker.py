@@ -6,6 +6,7 @@ from decode_worker.peers import PeerBook
 from rpc import worker_pb2_grpc
 from worker.base import Worker
 from worker.runtime import WorkerRuntime
+from worker.step_stream import StepStreams
 
 
 class DecodeWorker(Worker):
@@ -15,8 +16,9 @@ class DecodeWorker(Worker):
         self.peers = PeerBook(self.runtime)
 
     def add_services(self) -> None:
+        steps = self.runtime.steps = StepStreams(self.runtime.check_incarnation)
         worker_pb2_grpc.add_DecodeServiceServicer_to_server(
-            DecodeService(self.runtime, self.peers), self.runtime.server
+            DecodeService(self.runtime, self.peers, steps), self.runtime.server
         )
 
     async def stop(self, grace_s: float = 0.0) -> None:

@@ -44,11 +44,17 @@ def fresh_cluster_token() -> Iterator[None]:
         del os.environ[VARIABLE]
 
 
+def is_right(given: str | bytes, token: str) -> bool:
+    """In the same time for any token that is wrong."""
+    given = given.encode() if isinstance(given, str) else given
+    return hmac.compare_digest(given, token.encode())
+
+
 class TokenInterceptor(grpc.aio.ServerInterceptor):
     """Refuses every call that does not carry the token, to unknown methods too."""
 
     def __init__(self, token: str) -> None:
-        self._token = token.encode()
+        self._token = token
 
     async def intercept_service(
         self,
@@ -57,8 +63,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler:
         metadata = handler_call_details.invocation_metadata or ()
         given = [value for key, value in metadata if key == _KEY]
-        given = [value.encode() if isinstance(value, str) else value for value in given]
-        if len(given) == 1 and hmac.compare_digest(given[0], self._token):
+        if len(given) == 1 and is_right(given[0], self._token):
             return await continuation(handler_call_details)
         handler = await continuation(handler_call_details)
         return denial(handler, "wrong or missing cluster token")

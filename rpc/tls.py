@@ -101,6 +101,43 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     )
 
 
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """As `server_credentials`, for servers that are not gRPC's."""
+    version = files.version()
+    current = _context(files, ssl.PROTOCOL_TLS_SERVER)
+
+    def look(handshake: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        nonlocal version, current
+        try:
+            now = files.version()
+            if now != version:
+                current = _context(files, ssl.PROTOCOL_TLS_SERVER)
+                version = now
+                logger.info("certificates have changed: %s", files.cert_file)
+        except OSError as error:
+            logger.error("the last good certificates stand: %s", error)
+        handshake.context = current
+
+    context = _context(files, ssl.PROTOCOL_TLS_SERVER)
+    context.sni_callback = look
+    return context
+
+
+def client_context(files: TlsFiles) -> ssl.SSLContext:
+    """As `channel_credentials`, for clients that are not gRPC's. Raises OSError."""
+    return _context(files, ssl.PROTOCOL_TLS_CLIENT)
+
+
+def _context(files: TlsFiles, protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(files.cert_file, files.key_file)
+    if files.ca_file is not None:
+        context.load_verify_locations(files.ca_file)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
 def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
     roots = Path(files.ca_file).read_bytes() if files.ca_file is not None else None
     return grpc.ssl_channel_credentials(

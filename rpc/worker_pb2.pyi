@@ -67,7 +67,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("id", "role", "host", "pid", "address", "incarnation", "model", "compatibility", "max_model_len", "block_size", "num_kv_blocks", "kv_block_bytes", "transports", "max_num_seqs", "ranks", "prefix_caching", "max_batched_tokens")
+    __slots__ = ("id", "role", "host", "pid", "address", "incarnation", "model", "compatibility", "max_model_len", "block_size", "num_kv_blocks", "kv_block_bytes", "transports", "max_num_seqs", "ranks", "prefix_caching", "max_batched_tokens", "steps_address")
     class CompatibilityEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,7 @@ class WorkerInfo(_message.Message):
     RANKS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHING_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     id: str
     role: Role
     host: str
@@ -109,7 +110,8 @@ class WorkerInfo(_message.Message):
     ranks: _containers.RepeatedCompositeFieldContainer[KvRankInfo]
     prefix_caching: bool
     max_batched_tokens: int
-    def __init__(self, id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., compatibility: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_bytes: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., max_num_seqs: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[KvRankInfo, _Mapping]]] = ..., prefix_caching: _Optional[bool] = ..., max_batched_tokens: _Optional[int] = ...) -> None: ...
+    steps_address: str
+    def __init__(self, id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., compatibility: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_bytes: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., max_num_seqs: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[KvRankInfo, _Mapping]]] = ..., prefix_caching: _Optional[bool] = ..., max_batched_tokens: _Optional[int] = ..., steps_address: _Optional[str] = ...) -> None: ...
 
 class KvRankInfo(_message.Message):
     __slots__ = ("address", "incarnation", "transports")
@@ -394,25 +396,29 @@ class PrefillChunk(_message.Message):
     seconds: float
     def __init__(self, num_tokens: _Optional[int] = ..., offset_seconds: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
-class StepsRequest(_message.Message):
-    __slots__ = ("stream_id", "incarnation")
+class StepsHello(_message.Message):
+    __slots__ = ("stream_id", "incarnation", "cluster_token")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     stream_id: str
     incarnation: str
-    def __init__(self, stream_id: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    cluster_token: str
+    def __init__(self, stream_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., cluster_token: _Optional[str] = ...) -> None: ...
 
 class StepTokens(_message.Message):
-    __slots__ = ("sequences", "step_numbers", "indexes", "token_ids")
+    __slots__ = ("sequences", "step_numbers", "indexes", "token_ids", "refusal")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     STEP_NUMBERS_FIELD_NUMBER: _ClassVar[int]
     INDEXES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
     sequences: _containers.RepeatedCompositeFieldContainer[SequenceTokens]
     step_numbers: _containers.RepeatedScalarFieldContainer[int]
     indexes: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceTokens, _Mapping]]] = ..., step_numbers: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    refusal: str
+    def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceTokens, _Mapping]]] = ..., step_numbers: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class SequenceTokens(_message.Message):
     __slots__ = ("request_id", "tokens")

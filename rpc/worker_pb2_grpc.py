@@ -372,11 +372,6 @@ class DecodeServiceStub:
                 request_serializer=rpc_dot_worker__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=rpc_dot_worker__pb2.DecodeEvent.FromString,
                 _registered_method=True)
-        self.Steps = channel.unary_stream(
-                '/pdserve.worker.v1.DecodeService/Steps',
-                request_serializer=rpc_dot_worker__pb2.StepsRequest.SerializeToString,
-                response_deserializer=rpc_dot_worker__pb2.StepTokens.FromString,
-                _registered_method=True)
 
 
 class DecodeServiceServicer:
@@ -392,16 +387,6 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Steps(self, request, context):
-        """The tokens of all of one router's requests here, a message for each engine step: a message for
-        each token costs both sides more than the token. Says that it is open with an empty message;
-        requests that name it then send their tokens here, in order, and everything else, the end
-        included, on their own call. When it breaks, the requests that name it fail.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -409,11 +394,6 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=rpc_dot_worker__pb2.DecodeRequest.FromString,
                     response_serializer=rpc_dot_worker__pb2.DecodeEvent.SerializeToString,
-            ),
-            'Steps': grpc.unary_stream_rpc_method_handler(
-                    servicer.Steps,
-                    request_deserializer=rpc_dot_worker__pb2.StepsRequest.FromString,
-                    response_serializer=rpc_dot_worker__pb2.StepTokens.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -445,33 +425,6 @@ class DecodeService:
             '/pdserve.worker.v1.DecodeService/Decode',
             rpc_dot_worker__pb2.DecodeRequest.SerializeToString,
             rpc_dot_worker__pb2.DecodeEvent.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Steps(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/pdserve.worker.v1.DecodeService/Steps',
-            rpc_dot_worker__pb2.StepsRequest.SerializeToString,
-            rpc_dot_worker__pb2.StepTokens.FromString,
             options,
             channel_credentials,
             insecure,

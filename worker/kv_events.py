@@ -9,7 +9,9 @@ from core.block_hash import short_hash
 from core.errors import OverloadedError
 from rpc import worker_pb2 as pb
 
-_MIN_SECONDS = 0.02  # between two messages, so that the blocks of one step share one
+# Between two messages: of 16 streams one fills a block with each step, and a message costs worker
+# and router as much as the step's tokens. What a router has sent here itself it knows without.
+_MIN_SECONDS = 0.1
 _PER_MESSAGE = 8192  # hashes of a kind
 _MAX_READERS = 64
 
@@ -30,6 +32,7 @@ class KvEventHub:
     - `note` runs on the engine's thread, everything else on the asyncio loop.
     - A reader's backlog never holds more changes than `limit`: past that they are thrown away and
       the reader gets a fresh snapshot, which is not longer than the pool.
+    - The first change after a pause goes out at once, others `_MIN_SECONDS` after the last.
     - A block that came and went between two messages is in neither.
     """
 
@@ -39,6 +42,7 @@ class KvEventHub:
         self._loop = asyncio.get_running_loop()
         self._inbox: deque[tuple[bytes, bool]] = deque()
         self._is_scheduled = False
+        self._taken_at = float("-inf")
         self._held: set[int] = set()
         self._readers: set[_Reader] = set()
 
@@ -47,7 +51,7 @@ class KvEventHub:
         self._inbox.append((block_hash, is_stored))
         if not self._is_scheduled:
             self._is_scheduled = True
-            self._loop.call_soon_threadsafe(self._take)
+            self._loop.call_soon_threadsafe(self._take_in_time)
 
     async def messages(self) -> AsyncGenerator[pb.KvBlockEvents, None]:
         """Everything that can be found now, then the changes. Never ends by itself. Raises
@@ -61,7 +65,6 @@ class KvEventHub:
                     sequence += 1
                     message.incarnation, message.sequence = self.incarnation, sequence
                     yield message
-                await asyncio.sleep(_MIN_SECONDS)
 
     @contextmanager
     def _reader(self) -> Iterator[_Reader]:
@@ -74,9 +77,17 @@ class KvEventHub:
         finally:
             self._readers.discard(reader)
 
+    def _take_in_time(self) -> None:
+        wait = self._taken_at + _MIN_SECONDS - self._loop.time()
+        if wait > 0:
+            self._loop.call_later(wait, self._take)
+        else:
+            self._take()
+
     def _take(self) -> None:
         # First the flag: what is noted from now on schedules another call.
         self._is_scheduled = False
+        self._taken_at = self._loop.time()
         while self._inbox:
             block_hash, is_stored = self._inbox.popleft()
             name = short_hash(block_hash)

@@ -51,6 +51,7 @@ from worker.kv_ranks import RemoteRank, offers_to_pb
 from worker.link_speed import LinkSpeeds
 from worker.outputs import OutputHub
 from worker.ranks import INCARNATION, Followers, address_of, join
+from worker.step_stream import StepStreams
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class WorkerRuntime:
         self.controller = ""  # where it is, as it said last; for routers that have lost it
         self.compatibility: dict[str, str] = {}
         self.server = make_server()
+        self.steps: StepStreams | None = None  # of workers that decode
         self.followers = Followers(settings.worker_id, self._on_crash)
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
@@ -173,7 +175,8 @@ class WorkerRuntime:
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         port = bind(self.server, f"{settings.host}:{settings.port}")
-        self._info = self._make_info(f"{settings.host}:{port}")
+        steps_address = await self.steps.listen(settings.host) if self.steps is not None else ""
+        self._info = self._make_info(f"{settings.host}:{port}", steps_address)
         await self.server.start()
         await self._be_ready()
         logger.info("%s ready at %s, incarnation %s", settings.worker_id, self.info.address,
@@ -202,7 +205,7 @@ class WorkerRuntime:
         await self.run_on_engine(lambda engine: engine.set_limits(settings.engine))
         self.settings = settings
         self.incarnation = self.kv_events.incarnation = uuid.uuid4().hex
-        self._info = self._make_info(self.info.address)
+        self._info = self._make_info(self.info.address, self.info.steps_address)
 
     async def resume(self) -> None:
         """Takes requests again after a drain."""
@@ -217,6 +220,8 @@ class WorkerRuntime:
         """Ends everything: calls get `grace_s` to finish, then are cancelled. Idempotent."""
         self.state = WorkerState.DEAD
         await self.server.stop(grace_s)
+        if self.steps is not None:
+            await self.steps.close()
         for task in list(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -241,7 +246,7 @@ class WorkerRuntime:
         assert self._info is not None, "info exists after serve()"
         return self._info
 
-    def _make_info(self, address: str) -> pb.WorkerInfo:
+    def _make_info(self, address: str, steps_address: str) -> pb.WorkerInfo:
         settings, engine = self.settings, self.engine
         return pb.WorkerInfo(
             id=settings.worker_id,
@@ -263,6 +268,7 @@ class WorkerRuntime:
             max_batched_tokens=settings.engine.max_num_batched_tokens,
             transports=offers_to_pb(self.transports),
             ranks=self._rank_infos,
+            steps_address=steps_address,
         )
 
     def check_incarnation(self, incarnation: str) -> None:

@@ -1,19 +1,19 @@
-"""The receiving side of `DecodeService.Steps`: one stream brings the tokens of all attempts on one
-worker, a message for each of its steps."""
+"""The receiving side of the stream of steps: one connection brings the tokens of all attempts on
+one worker, a message for each of its steps (`StepsHello` in worker.proto)."""
 
 import asyncio
 import logging
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
-
-import grpc
 
 from core.errors import UnavailableError
 from rpc import worker_pb2
+from rpc.cluster_token import cluster_token
+from rpc.frames import connect
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +22,11 @@ _AGAIN_S = 1.0
 _FAIR_TURN = 16
 # Numbers of attempts fit into 32 bits; so many are never open at once.
 _NUMBERS = 1 << 31
-# Readers that are woken in one turn of the event loop.
-_WAKES = 16
+# How long readers are woken in one turn of the event loop, and turns for others behind it:
+# grpc.aio takes one event a turn from its threads when it has many, and first tokens are among
+# them.
+_WAKE_S = 0.0005
+_TURNS_BETWEEN = 8
 
 
 # What comes for an attempt: a token and its position in the output, or more than that.
@@ -98,7 +101,7 @@ class StepReader:
     """Follows one worker's steps as long as `follow` runs. `stream_id` names the stream while it
     is open, else it is ""; attempts whose tokens come here then have them on their own calls.
 
-    The readers of a step are woken a few at a time, and in between further steps are read. So a
+    The readers of a step are woken for a while, and in between further steps are read. So a
     router that does not keep up finds several tokens for a reader when its turn comes, which cost
     little more than one, since they go out in one write.
     """
@@ -124,53 +127,76 @@ class StepReader:
             self._inboxes.pop(request_id, None)
             self._by_number.pop(number, None)
 
-    async def follow(self, stub: Any) -> None:
-        """Opens the stream, again when it breaks. Returns if the worker has none to offer."""
+    async def follow(self, address: str) -> None:
+        """Keeps the connection, and makes it again when it breaks."""
+        failures = 0
         while True:
             try:
-                await self._read(stub)
-                reason = "it ended"
-            except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    return
-                reason = error.details() or error.code().name
-            finally:
-                self.stream_id = ""
-            self._break(f"{self._worker_id}: the stream of tokens has broken: {reason}")
+                reason = await self._follow_once(address)
+            except (OSError, TimeoutError) as error:
+                reason = str(error) or "nobody answers"
+            failures = 1 if self.stream_id else failures + 1
+            self.stream_id = ""
+            reason = f"{self._worker_id}: the stream of tokens has broken: {reason}"
+            if failures == 1:
+                logger.warning("%s", reason)
+            self._break(reason)
             await asyncio.sleep(_AGAIN_S)
 
-    async def _read(self, stub: Any) -> None:
+    async def _follow_once(self, address: str) -> str:
+        """Until it breaks. Why it did."""
+        refusals: list[str] = []
         stream_id = uuid.uuid4().hex
-        request = worker_pb2.StepsRequest(stream_id=stream_id, incarnation=self._incarnation)
-        call = stub.Steps(request)
+
+        def receive(frame: bytes) -> None:
+            message = worker_pb2.StepTokens.FromString(frame)
+            if message.refusal:
+                refusals.append(message.refusal)
+                return
+            self.stream_id = stream_id
+            self._receive(message)
+
+        connection = await connect(address, receive)
         try:
-            while (message := await call.read()) is not grpc.aio.EOF:
-                self.stream_id = stream_id
-                is_waking = bool(self._due)
-                columns = message.step_numbers, message.indexes, message.token_ids
-                for number, *token in zip(*columns, strict=False):
-                    self._put(self._by_number.get(number), tuple(token))
-                for sequence in message.sequences:
-                    self._put(self._inboxes.get(sequence.request_id), sequence.tokens)
-                if not is_waking:
-                    self._wake_some()
+            hello = worker_pb2.StepsHello(
+                stream_id=stream_id, incarnation=self._incarnation, cluster_token=cluster_token()
+            )
+            connection.send(hello.SerializeToString())
+            reason = await connection.ended
         finally:
-            call.cancel()
+            connection.abort("the router has left")
+            await connection.ended
+        return refusals[0] if refusals else reason
+
+    def _receive(self, message: worker_pb2.StepTokens) -> None:
+        is_waking = bool(self._due)
+        columns = message.step_numbers, message.indexes, message.token_ids
+        for number, index, token_id in zip(*columns, strict=True):
+            self._put(self._by_number.get(number), (index, token_id))
+        for sequence in message.sequences:
+            self._put(self._inboxes.get(sequence.request_id), sequence.tokens)
+        if not is_waking:
+            self._wake_some()
 
     def _put(self, inbox: Inbox | None, item: Item) -> None:
         """No inbox: the attempt has ended, and its worker is about to hear of it."""
         if inbox is not None and inbox.put_quietly(item):
             self._due.append(inbox)
 
-    def _wake_some(self) -> None:
-        for _ in range(min(_WAKES, len(self._due))):
+    def _wake_some(self, turns_before: int = 0) -> None:
+        loop = asyncio.get_running_loop()
+        if turns_before:
+            loop.call_soon(self._wake_some, turns_before - 1)
+            return
+        until = time.monotonic() + _WAKE_S
+        while self._due:
             self._due.popleft().wake()
+            if time.monotonic() > until:
+                break
         if self._due:
-            asyncio.get_running_loop().call_soon(self._wake_some)
+            loop.call_soon(self._wake_some, _TURNS_BETWEEN)
 
     def _break(self, reason: str) -> None:
-        if self._inboxes:
-            logger.warning("%s", reason)
         inboxes, self._inboxes = self._inboxes, {}
         self._by_number.clear()
         for inbox in inboxes.values():

@@ -97,9 +97,6 @@ class Worker:
         self.decode = worker_pb2_grpc.DecodeServiceStub(self._channel)
         self.steps = StepReader(entry.id, entry.incarnation)
         self._tasks = [asyncio.create_task(self._follow(), name=f"follow {entry.id}")]
-        if self.role is not Role.PREFILL:
-            steps = self.steps.follow(self.decode)
-            self._tasks.append(asyncio.create_task(steps, name=f"steps of {entry.id}"))
 
     @property
     def num_passengers(self) -> int:
@@ -264,6 +261,9 @@ class Worker:
         self._token_bytes = info.kv_block_bytes / self._block_size
         self._max_num_seqs = max(info.max_num_seqs, 1)
         self._step_tokens = info.max_batched_tokens or Load._field_defaults["step_tokens"]
+        if self.role is not Role.PREFILL and info.steps_address:
+            steps = self.steps.follow(info.steps_address)
+            self._tasks.append(asyncio.create_task(steps, name=f"steps of {self.id}"))
         self.holdings = self._index.open(info.num_kv_blocks if info.prefix_caching else 0)
         if info.prefix_caching:
             work = self._follow_blocks(self.holdings)

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,26 +104,18 @@ async def test_readers_of_a_late_step_find_several_tokens() -> None:
     inboxes = {str(i): Inbox() for i in range(200)}
     steps._inboxes.update(inboxes)
 
-    class Call:
-        """Twenty steps that have all come already."""
-
-        def __init__(self) -> None:
-            self.left = iter(range(20))
-
-        async def read(self) -> Any:
-            await asyncio.sleep(0)
-            index = next(self.left, None)
-            if index is None:
-                await asyncio.Event().wait()
+    async def twenty_steps(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """All at once, as they come to a router that was busy."""
+        for index in range(20):
             tokens = worker_pb2.Tokens(first_index=index)
-            return worker_pb2.StepTokens(
+            message = worker_pb2.StepTokens(
                 sequences=[
                     worker_pb2.SequenceTokens(request_id=name, tokens=tokens) for name in inboxes
                 ]
-            )
-
-        def cancel(self) -> None:
-            pass
+            ).SerializeToString()
+            writer.write(len(message).to_bytes(4, "big") + message)
+        await reader.read()
+        writer.close()
 
     async def read(inbox: Inbox) -> list[int]:
         nonlocal turns
@@ -135,14 +126,15 @@ async def test_readers_of_a_late_step_find_several_tokens() -> None:
             found.append((await inbox.take()).first_index)
         return found
 
-    stub = SimpleNamespace(Steps=lambda request: Call())
-    following = asyncio.create_task(steps.follow(stub))
-    try:
-        async with asyncio.timeout(20):
-            found = await asyncio.gather(*map(read, inboxes.values()))
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+    async with await asyncio.start_server(twenty_steps, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        following = asyncio.create_task(steps.follow(f"127.0.0.1:{port}"))
+        try:
+            async with asyncio.timeout(20):
+                found = await asyncio.gather(*map(read, inboxes.values()))
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
     assert found == [list(range(20))] * 200
     assert turns < 200 * 20 / 4
 

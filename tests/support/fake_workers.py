@@ -90,10 +90,10 @@ class FakeWorker:
         self.status_every_s = 1.0
         self.is_silent = False  # says nothing of its status any more
         self.num_block_streams = 0  # that were ever opened
-        self.address = ""
+        self.address = self.steps_address = ""
         self._pushes: set[asyncio.Queue[None]] = set()
         self._events: set[asyncio.Queue[worker_pb2.KvBlockEvents | None]] = set()
-        self.steps = StepStreams()
+        self.steps = StepStreams(self.check)
         self.has_steps = True  # False: tokens come on each request's own call
         self.has_columns = True  # False: each with its request's id, as an older worker's
         self._server = make_server()
@@ -104,10 +104,12 @@ class FakeWorker:
         worker_pb2_grpc.add_PrefillServiceServicer_to_server(_Prefill(self), self._server)
         worker_pb2_grpc.add_DecodeServiceServicer_to_server(_Decode(self), self._server)
         self.address = f"127.0.0.1:{bind(self._server, '127.0.0.1:0')}"
+        self.steps_address = await self.steps.listen("127.0.0.1")
         await self._server.start()
 
     async def die(self) -> None:
         await self._server.stop(None)
+        await self.steps.close()
 
     async def close(self) -> None:
         await asyncio.gather(self.die(), *self._deaths)
@@ -235,6 +237,7 @@ class _Worker(worker_pb2_grpc.WorkerServiceServicer):
             host="127.0.0.1",
             pid=1,
             address=worker.address,
+            steps_address=worker.steps_address,
             incarnation=worker.incarnation,
             model="fake",
             compatibility=worker.compatibility,
@@ -334,11 +337,6 @@ class _Prefill(worker_pb2_grpc.PrefillServiceServicer):
 class _Decode(worker_pb2_grpc.DecodeServiceServicer):
     def __init__(self, worker: FakeWorker) -> None:
         self._worker = worker
-
-    async def Steps(self, message, context) -> None:
-        async with translated_errors(context):
-            self._worker.check(message.incarnation)
-            await self._worker.steps.serve(message.stream_id, context)
 
     async def Decode(self, message, context) -> AsyncIterator[worker_pb2.DecodeEvent]:
         worker, request = self._worker, message.request

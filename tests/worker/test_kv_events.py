@@ -14,6 +14,7 @@ from router.placement.prefix_index import Holdings, PrefixIndex
 from rpc import worker_pb2 as pb
 from rpc import worker_pb2_grpc
 from support.pair import BLOCK, Pair, prompt, request, running_pair, tiny_config
+from worker import kv_events
 from worker.kv_events import KvEventHub
 from worker.link_speed import LinkSpeeds
 from worker.status import status_of
@@ -102,7 +103,10 @@ def note(hub: KvEventHub, start: int, end: int, is_stored: bool = True) -> None:
         hub.note(number.to_bytes(32, "little"), is_stored)
 
 
-async def test_a_reader_that_falls_behind_gets_a_fresh_snapshot():
+async def test_a_reader_that_falls_behind_gets_a_fresh_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_events, "_MIN_SECONDS", 0)
     hub = KvEventHub("me", 1024)
     note(hub, 0, 10_000)
     async with aclosing(hub.messages()) as messages:
@@ -124,6 +128,23 @@ async def test_a_reader_that_falls_behind_gets_a_fresh_snapshot():
         assert (third.is_snapshot, third.sequence) == (False, 3)
         assert list(third.stored) == [20_000] and set(third.removed) == {20_001, 9_999}
     assert not hub._readers
+
+
+async def test_the_first_change_goes_at_once_and_those_behind_it_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A message for each block costs worker and router as much as the step's tokens."""
+    monkeypatch.setattr(kv_events, "_MIN_SECONDS", 1.0)
+    hub = KvEventHub("me", 1024)
+    async with aclosing(hub.messages()) as messages:
+        await anext(messages)
+        note(hub, 0, 1)
+        async with asyncio.timeout(0.9):
+            assert list((await anext(messages)).stored) == [0]
+        for number in range(1, 6):
+            note(hub, number, number + 1)
+            await asyncio.sleep(0.01)
+        assert list((await anext(messages)).stored) == [1, 2, 3, 4, 5]
 
 
 async def test_a_big_snapshot_comes_in_pieces():

@@ -14,7 +14,7 @@ from engine.types import SequenceOutput
 from rpc import worker_pb2 as pb
 from worker import step_stream
 from worker.outputs import OutputHub, OutputStream
-from worker.step_stream import StepStream
+from worker.step_stream import StepStream, StepStreams
 
 
 def said(message: pb.StepTokens) -> list[tuple[Any, int, int]]:
@@ -31,32 +31,66 @@ def tokens(index: int, *ids: int) -> pb.Tokens:
     return pb.Tokens(first_index=index, tokens=[pb.Token(id=i) for i in ids])
 
 
+class Wire:
+    """A router's end: what it was sent, while it takes something."""
+
+    def __init__(self) -> None:
+        self.is_free = True
+        self.sent: list[pb.StepTokens] = []
+        self.stream = StepStream(self)  # type: ignore[arg-type]
+
+    def send(self, message: bytes) -> None:
+        self.sent.append(pb.StepTokens.FromString(message))
+
+    async def said(self) -> list[tuple[Any, int, int]]:
+        """Since the last call."""
+        await asyncio.sleep(0)
+        sent, self.sent = self.sent, []
+        return [token for message in sent for token in said(message)]
+
+
 async def test_tokens_of_a_request_keep_their_order_in_columns_and_out_of_them() -> None:
-    stream = StepStream()
+    wire = Wire()
+    stream = wire.stream
     stream.put_token("a", 1, 0, 100)
     stream.put("a", tokens(1, 101, 102))
     stream.put_token("a", 1, 3, 103)  # behind the two that are no column
     stream.put_token("b", 2, 0, 200)
-    assert [(index, token) for _, index, token in said(await stream.take())] == [
+    assert [(index, token) for _, index, token in await wire.said()] == [
         (0, 100), (1, 101), (2, 102), (3, 103), (0, 200),
     ]  # fmt: skip
     stream.put_token("a", 1, 4, 104)
-    assert said(await stream.take()) == [(1, 4, 104)]
+    assert await wire.said() == [(1, 4, 104)]
+
+
+async def test_a_step_is_one_message_and_a_router_that_takes_nothing_loses_nothing() -> None:
+    wire = Wire()
+    for number in range(1, 4):
+        wire.stream.put_token(str(number), number, 0, number)
+    assert not wire.sent
+    await asyncio.sleep(0)
+    assert len(wire.sent) == 1 and await wire.said() == [(1, 0, 1), (2, 0, 2), (3, 0, 3)]
+    wire.is_free = False
+    for index in (1, 2):
+        wire.stream.put_token("1", 1, index, index)
+        assert not await wire.said()
+    wire.is_free = True
+    wire.stream.flush()
+    assert await wire.said() == [(1, 1, 1), (1, 2, 2)]
 
 
 async def test_a_message_is_bounded_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_stream, "_MAX_SEQUENCES", 3)
-    stream = StepStream()
+    wire = Wire()
+    stream = wire.stream
     for index in range(8):
         stream.put_token("a", 1, index, index)
     for index in range(8, 12):
         stream.put("a", tokens(index, index))
-    found = []
-    while len(found) < 12:
-        message = await stream.take()
+    stream.flush()
+    for message in wire.sent:
         assert len(message.step_numbers) <= 3 and len(message.sequences) <= 3
-        found += [index for _, index, _ in said(message)]
-    assert found == list(range(12))
+    assert [index for _, index, _ in await wire.said()] == list(range(12))
 
 
 async def test_what_a_reader_has_not_taken_nothing_overtakes() -> None:
@@ -89,8 +123,11 @@ class Streaming:
 
     def __init__(self) -> None:
         self.hub, self.written = OutputHub(), []
-        service = DecodeService(SimpleNamespace(outputs=self.hub), None)  # type: ignore[arg-type]
-        self.stream = service._steps._open["router"] = StepStream()
+        self.wire = Wire()
+        steps = StepStreams(lambda incarnation: None)
+        steps._open["router"] = self.wire.stream
+        runtime: Any = SimpleNamespace(outputs=self.hub)
+        service = DecodeService(runtime, None, steps)  # type: ignore[arg-type]
         message = pb.DecodeRequest(steps="router", step_number=7)
         message.request.request_id = "a"
         request = GenerationRequest("a", (1, 2), SamplingParams(max_tokens=99))
@@ -121,7 +158,7 @@ async def test_a_plain_token_wakes_nobody_and_any_other_is_in_its_place() -> Non
     await at.step(16, finish_reason=FinishReason.LENGTH)
     await at.call
     assert at.written == ["started", "steps_ended"]
-    found = said(await at.stream.take())
+    found = await at.wire.said()
     assert [index for _, index, _ in found] == list(range(5, 12))
     assert [token for _, _, token in found] == list(range(10, 17))
 
@@ -130,7 +167,7 @@ async def test_a_call_fails_when_its_router_has_ended_the_steps() -> None:
     at = Streaming()
     await at.step(10, admitted=True)
     await at.step(11)
-    at.stream.is_open = False
+    at.wire.stream.is_open = False
     await at.step(12)
     with pytest.raises(Exception, match="has broken"):
         await at.call
