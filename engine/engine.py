@@ -262,7 +262,8 @@ class Engine:
             result, start = _StepResult(), len(inputs.sampled)
             if start:
                 sampled = logits[:start]
-                output = self._sampler.sample(sampled, inputs.sampled, inputs.drafted)
+                maxima = self.model.maxima if not inputs.pools else None
+                output = self._sampler.sample(sampled, inputs.sampled, inputs.drafted, maxima)
                 result.samples = list(zip(output.token_ids, output.logprobs, strict=True))
             for item in inputs.scores:
                 end = start + len(item.token_ids)

@@ -249,6 +249,8 @@ class TensorParallel:
     An error after a step was announced is final (RankLostError): ranks that have stopped at
     different places of a forward cannot be brought together again."""
 
+    maxima = None
+
     def __init__(self, model: ShardedModel, ranks: RankGroup) -> None:
         self._model = model
         self._ranks = ranks

@@ -14,6 +14,7 @@ from engine.draw import draw, make_draws
 from engine.logprobs import logprobs_of
 from engine.sequence import Sequence
 from engine.staging import Staging
+from engine.types import Maxima
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,12 @@ class Sampler:
         logits: torch.Tensor,
         sequences: Seq[Sequence],
         drafted: Seq[Seq[int]] | None = None,
+        maxima: Maxima | None = None,
     ) -> SamplerOutput:
         """`logits`: float32 [num_rows, vocab_size], left as they are. A row with `drafted` tokens
         is sampled as if its sequence had got them already; rows of one sequence lie together,
         the one with most drafted tokens last, and each after the first drafts what the one
-        before it does and one more."""
+        before it does and one more. `maxima`: of `logits`, and maybe of rows behind them."""
         if logits.device != self._device:
             self._use(logits.device)
         drafted = drafted or [()] * len(sequences)
@@ -60,7 +62,10 @@ class Sampler:
             logits = logits.clone()
             self._adjust(logits, adjusted, sequences, drafted)
         logits = self._hold_to_grammars(logits, sequences, drafted)
-        best, token_ids = _maxima(logits)
+        if maxima is None or logits is not raw:
+            best, token_ids = _maxima(logits)
+        else:
+            best, token_ids = (found[: len(sequences)] for found in maxima)
         random = [row for row, seq in enumerate(sequences) if seq.sampling.temperature > 0]
         if random:
             params = [sequences[row].sampling for row in random]

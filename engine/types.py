@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -66,6 +66,13 @@ class ModelLimits(Protocol):
     def max_model_len(self) -> int: ...
 
 
+class Maxima(NamedTuple):
+    """Of each row of logits."""
+
+    best: torch.Tensor  # float32 [R], the greatest; NaN counts as that
+    places: torch.Tensor  # int64 [R], the first place that has it
+
+
 class Model(Protocol):
     """A decoder over the paged KV cache. `bind` is called once, before the first `forward`."""
 
@@ -73,6 +80,9 @@ class Model(Protocol):
     def config(self) -> ModelLimits: ...
     @property
     def kv_dtype(self) -> torch.dtype: ...
+    @property
+    def maxima(self) -> Maxima | None:
+        """Of what `forward` returned last, if it has seen them on its way."""
 
     def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
         """(num_layers, 2, num_kv_heads, block_size, row), or (num_layers, 1, 1, block_size, row)

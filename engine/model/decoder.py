@@ -16,6 +16,7 @@ from engine.model.layers import Layer, Weights
 from engine.model.rope import Rope, inverse_frequencies
 from engine.model.sharding import Shard
 from engine.parallel import RankGroup
+from engine.types import Maxima
 
 
 class Decoder:
@@ -96,6 +97,10 @@ class Decoder:
     def has_native_layers(self) -> bool:
         """Whether a step is one native call; known after `bind`."""
         return self._native is not None
+
+    @property
+    def maxima(self) -> Maxima | None:
+        return self._native.maxima if self._native is not None else None
 
     def compatibility(self) -> dict[str, str]:
         """What two workers must share so that one can read the other's KV blocks."""

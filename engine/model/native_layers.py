@@ -13,6 +13,7 @@ from engine.model.config import ModelConfig
 from engine.model.layers import Layer, Mlp, Norm, Weights, native_weight
 from engine.model.rope import Rope
 from engine.prompt_sign import host_sign
+from engine.types import Maxima
 
 _pointer, _long = ctypes.c_void_p, ctypes.c_long
 # Tokens of one sequence from which on packing its keys pays.
@@ -72,6 +73,8 @@ class _Step(ctypes.Structure):
         ("logits_rows", _pointer),
         ("num_logits", _long),
         ("logits", _pointer),
+        ("best", _pointer),
+        ("places", _pointer),
         *[(name, _pointer) for name in (
             "residual", "last_residual", "turns", "normed", "qkv", "attended", "activated",
         )],
@@ -120,6 +123,7 @@ class NativeLayers:
         # bit may differ.
         is_plain = self._layers[0].qkv.kind == native.KINDS["plain"]
         self._few_rows = native.FEW_ROWS if is_plain else native.MAX_ROWS
+        self.maxima: Maxima | None = None  # of the logits of the last step
         self._scratch: dict[str, torch.Tensor] = {}
         self._num_rows = 0  # that the scratch has room for
 
@@ -143,6 +147,7 @@ class NativeLayers:
         # By numpy, as all here: torch's operations let other threads take the interpreter's lock,
         # and this one would wait for it before the native call, which needs no lock.
         logits = np.empty((num_logits, self._vocab_size), dtype=np.float32)
+        best, places = np.empty(num_logits, np.float32), np.empty(num_logits, np.int64)
         step = _Step(
             rows=rows,
             ids=input_ids.data_ptr(),
@@ -157,6 +162,8 @@ class NativeLayers:
             logits_rows=logits_rows.data_ptr(),
             num_logits=num_logits,
             logits=logits.ctypes.data,
+            best=best.ctypes.data,
+            places=places.ctypes.data,
             **{name: buffer.data_ptr() for name, buffer in self._scratch.items()},
         )
         idle_threads, reads_prompt = native.idle_threads(), len(laid_out.chunks) > 0
@@ -166,6 +173,7 @@ class NativeLayers:
             loaded.pdserve_layers(
                 ctypes.addressof(self._decoder), ctypes.addressof(step), threads, hands, few_rows
             )
+        self.maxima = Maxima(torch.from_numpy(best), torch.from_numpy(places))
         return torch.from_numpy(logits)
 
     def _make_room(self, rows: int) -> None:

@@ -71,6 +71,8 @@ struct Step {
     const int64_t* logits_rows; // [num_logits]
     long num_logits;
     float* logits;              // [num_logits, vocabulary]
+    float* best;                // [num_logits], the greatest of each row's ...
+    int64_t* places;            // ... and the first place that has it
     // Of the caller, for one call at a time:
     float* residual;            // [rows, hidden]
     float* last_residual;       // [num_logits, hidden]
@@ -172,6 +174,45 @@ void turn_head(uint16_t* head, const uint16_t* norm, const uint16_t* cos, const 
         for (long i = d.rotary_dim; i < d.dim; i += 16) store_bf16(head + i, _mm512_load_ps(x + i));
 }
 
+// The greatest of some of a row's numbers and the first place that has it. NaN counts as greatest.
+struct Maximum {
+    float value = -INFINITY;
+    int64_t place = INT64_MAX;
+
+    void meet(const Maximum& other) {
+        bool is_equal = other.value == value || (isnan(other.value) && isnan(value));
+        bool is_greater = other.value > value || (isnan(other.value) && !isnan(value));
+        if (is_greater || (is_equal && other.place < place)) *this = other;
+    }
+};
+
+// Of the places [first, end), a multiple of 16 of them.
+Maximum maximum_of(const float* row, long first, long end) {
+    Maximum found;
+    if (first == end) return found;
+    __m512 most = _mm512_loadu_ps(row + first);
+    __m512i at = _mm512_set1_epi32(0);  // of each lane, in vectors from the first on
+    __mmask16 nan = _mm512_cmp_ps_mask(most, most, _CMP_UNORD_Q);
+    for (long i = first + 16; i < end; i += 16) {
+        __m512 x = _mm512_loadu_ps(row + i);
+        __mmask16 greater = _mm512_cmp_ps_mask(x, most, _CMP_GT_OQ);
+        most = _mm512_mask_mov_ps(most, greater, x);
+        at = _mm512_mask_mov_epi32(at, greater, _mm512_set1_epi32((i - first) / 16));
+        nan |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    }
+    if (nan) {
+        for (long i = first; i < end; i++) found.meet({row[i], i});
+        return found;
+    }
+    alignas(64) float values[16];
+    alignas(64) int32_t vectors[16];
+    _mm512_store_ps(values, most);
+    _mm512_store_si512(vectors, at);
+    for (long lane = 0; lane < 16; lane++)
+        found.meet({values[lane], first + 16 * vectors[lane] + lane});
+    return found;
+}
+
 // Into how many parts the keys of single rows are cut, so that few long sequences are work for all
 // threads, and where what is seen of each part is kept.
 struct SingleRoom {
@@ -182,9 +223,9 @@ struct SingleRoom {
 class Walk {
    public:
     Walk(const Decoder& d, const Step& s, int thread, Crew& crew, Hand* hand, long few_rows,
-         uint16_t* packed, SingleRoom seen)
+         uint16_t* packed, SingleRoom seen, Maximum* maxima)
         : d_(d), s_(s), thread_(thread), crew_(crew), hand_(hand), few_rows_(few_rows),
-          packed_(packed), seen_(seen), rows_(s.rows),
+          packed_(packed), seen_(seen), maxima_(maxima), rows_(s.rows),
           residual_(s.residual), attended_(s.attended),
           width_((d.heads + 2 * d.kv_heads) * d.dim) {}
 
@@ -448,10 +489,29 @@ class Walk {
             few(d_.head, size, x, [&](long channel, long channels, const float* sums) {
                 put_wide(sums, rows_, channels, s_.logits + channel, size, false);
             });
-        else
+        else {
             blocks(d_.head, size, x, [&](const Block& block) {
                 return WideBlock{block, s_.logits, size, false};
             });
+            crew_.wait();
+        }
+        find_maxima(size);
+    }
+
+    // Each thread looks through the channels that it has made itself, if there are few rows.
+    void find_maxima(long size) {
+        long threads = crew_.threads, halves = size / HALF;
+        long first = halves * thread_ / threads * HALF;
+        long end = halves * (thread_ + 1) / threads * HALF;
+        for (long r = 0; r < rows_; r++)
+            maxima_[r * threads + thread_] = maximum_of(s_.logits + r * size, first, end);
+        crew_.wait();
+        share(rows_, [&](long r) {
+            Maximum found;
+            for (long t = 0; t < threads; t++) found.meet(maxima_[r * threads + t]);
+            s_.best[r] = found.value;
+            s_.places[r] = found.place;
+        });
     }
 
     const Decoder& d_;
@@ -462,6 +522,7 @@ class Walk {
     long few_rows_;     // up to which each thread has a fixed part of a product
     uint16_t* packed_;  // room for the chunks' keys and values of one layer
     SingleRoom seen_;
+    Maximum* maxima_;   // [num_logits, threads]
     long rows_;
     float* residual_;
     uint16_t* attended_;
@@ -556,13 +617,17 @@ void pdserve_layers(const Decoder* decoder, const Step* step, int threads, int h
     Crew crew;
     uint16_t* packed = room_for_packed(*decoder, *step);
     SingleRoom seen = room_for_singles(*decoder, *step, threads);
+    static thread_local std::vector<Maximum> maxima;
+    maxima.resize(step->num_logits * threads);
+    Maximum* room = maxima.data();
     Hands own(step->rows > few_rows ? hands : 0);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp single
         crew.threads = omp_get_num_threads();  // may be fewer than asked for
         int thread = omp_get_thread_num();
-        Walk(*decoder, *step, thread, crew, own.get(thread), few_rows, packed, seen).run();
+        Walk(*decoder, *step, thread, crew, own.get(thread), few_rows, packed, seen,
+             room).run();
     }
 }
 

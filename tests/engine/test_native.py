@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -178,6 +179,41 @@ def test_rows_without_logits_change_none(tmp_path: Path) -> None:
     torch.testing.assert_close(some, every[[39, 3]], atol=0.05, rtol=0.02)
     none = model.forward(ids, torch.arange(40), batch, torch.arange(0))
     assert len(none) == 0
+
+
+@needs_native
+@pytest.mark.parametrize("head", ["as it is", "all the same", "some the same"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_maxima_are_those_of_the_logits(threads: int, head: str, tmp_path: Path) -> None:
+    """Found on the way; ties go to the lower id, whoever made it, and NaN is never overlooked."""
+    config = {"head_dim": 32, "intermediate_size": 128, "vocab_size": 448}
+    tiny = make_tiny("llama", **config)
+    with torch.no_grad():
+        weight = tiny.lm_head.weight
+        if head == "all the same":
+            weight.copy_(weight[:1].expand_as(weight))
+        elif head == "some the same":  # by 3 threads made in different parts
+            weight.copy_(weight[torch.arange(len(weight)) % 7])
+        tiny.model.embed_tokens.weight[7] = torch.nan
+    model = load_model(save_tiny(tiny, tmp_path), "bfloat16")
+    runner = PagedRunner(model, num_blocks=256)
+    assert model.has_native_layers
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows in (1, 5, native.MAX_ROWS, 100):  # few, and many
+            ids = [token for token in random_ids(2 * rows, seed=rows) if token != 7][: rows - 1]
+            work = {f"{rows} {i}": [token] for i, token in enumerate([*ids, 7])}
+            logits = runner.step(work).numpy()  # NaN in the last row
+            assert model.maxima is not None and logits.shape == (rows, 448)
+            best, places = (found.numpy() for found in model.maxima)
+            assert places.tolist() == logits.argmax(-1).tolist()
+            np.testing.assert_array_equal(best, logits[np.arange(rows), places])
+            assert np.isnan(best).tolist() == [False] * (rows - 1) + [True]
+            assert head != "all the same" or set(places.tolist()) == {0}
+            assert head != "some the same" or set(places.tolist()) <= set(range(7))
+    finally:
+        torch.set_num_threads(before)
 
 
 @needs_native

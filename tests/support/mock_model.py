@@ -32,6 +32,7 @@ class MockModel:
     each call asked for."""
 
     kv_dtype = torch.int32
+    maxima = None
 
     def __init__(self, vocab_size: int = 101, max_model_len: int = 4096) -> None:
         self.config = MockConfig(vocab_size, max_model_len)
