@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from typing import Any
 
 import grpc
 
@@ -12,6 +13,9 @@ from rpc.status import translated_errors
 from worker.runtime import WorkerRuntime
 
 _MIN_SECONDS = 0.1
+# While sequences decode something counts up with every step, and a message costs worker and router
+# as much as a step's tokens.
+_COUNTED_SECONDS = 0.5
 _MAX_SECONDS = 1.0
 
 
@@ -27,11 +31,16 @@ class StatusService(worker_pb2_grpc.WorkerServiceServicer):
     async def WatchStatus(
         self, request: pb.WatchStatusRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.WorkerStatus]:
-        """On change, at most every 100 ms; without one, every second as a sign of life."""
-        last, waited = None, 0.0
+        """When requests come or go, at most every 100 ms; when something else has changed, after
+        half a second; else every second as a sign of life."""
+        last, waited = pb.WorkerStatus(), _MAX_SECONDS
         while True:
             status = status_of(self._runtime)
-            if status != last or waited >= _MAX_SECONDS:
+            if (
+                _requests(status) != _requests(last)
+                or (status != last and waited >= _COUNTED_SECONDS)
+                or waited >= _MAX_SECONDS
+            ):
                 yield status
                 last, waited = status, 0.0
             await asyncio.sleep(_MIN_SECONDS)
@@ -46,6 +55,18 @@ class StatusService(worker_pb2_grpc.WorkerServiceServicer):
             async with aclosing(self._runtime.kv_events.messages()) as messages:
                 async for message in messages:
                     await context.write(message)
+
+
+def _requests(status: pb.WorkerStatus) -> tuple[Any, ...]:
+    """What placement cannot do without."""
+    return (
+        status.state,
+        status.requests_total,
+        status.requests_running,
+        status.requests_waiting,
+        status.waiting_prefill_tokens,
+        status.controller,
+    )
 
 
 def status_of(runtime: WorkerRuntime) -> pb.WorkerStatus:

@@ -314,7 +314,10 @@ async def test_users_take_turns_and_priority_decides_within_one():
             await eventually(lambda n=len(tasks): waiting(router) == n - 5)
         gauge = "pdserve_router_requests_queued 5.0"
         assert gauge in (await router.http.get("/metrics")).text
-        for _ in tasks:
+        for num_served in range(6, 11):  # one ends, one comes
+            gate.release()
+            await eventually(lambda n=num_served: len(served(router)) == n)
+        for _ in range(5):
             gate.release()
         answers = await asyncio.gather(*tasks)
         assert [answer.status_code for answer in answers] == [200] * 10
