@@ -68,6 +68,9 @@ class FrameConnection(asyncio.Protocol):
     # ------------------------------------------------------------ asyncio's side
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self.ended.done():  # aborted while it was made
+            transport.abort()
+            return
         self._transport = transport
         self.is_free = True
         _notice_dead_hosts(transport.get_extra_info("socket"))

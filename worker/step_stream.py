@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_SEQUENCES, _MAX_BYTES = 1024, 1 << 20  # in one message; or one sequence that is longer
 _HELLO_S = 10.0
+_MAX_CONNECTIONS = 256
 
 
 class StepStream:
@@ -112,6 +113,10 @@ class StepStreams:
 
     async def _serve(self, connection: FrameConnection, hello: asyncio.Future[bytes]) -> None:
         """Until the router leaves."""
+        if len(self._connections) > _MAX_CONNECTIONS:
+            connection.abort(f"{_MAX_CONNECTIONS} others are there already")
+            await connection.ended
+            return
         either: set[asyncio.Future[Any]] = {hello, connection.ended}
         await asyncio.wait(either, timeout=_HELLO_S, return_when=asyncio.FIRST_COMPLETED)
         if not hello.done():

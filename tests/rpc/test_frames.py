@@ -163,6 +163,22 @@ async def test_what_is_no_hello_ends_the_connection(
     assert f"at most {MAX_HELLO_BYTES}" in caplog.text
 
 
+async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_stream, "_MAX_CONNECTIONS", 2)
+    async with worker() as (streams, address):
+        router = Router()
+        connections = [await router.call(address, hello(name)) for name in ("a", "b")]
+        await eventually(lambda: len(router.heard) == 2)
+        async with asyncio.timeout(5):
+            await (await router.call(address, hello("c"))).ended
+        connections[0].close()
+        await eventually(lambda: list(streams._open) == ["b"])
+        connections[0] = await router.call(address, hello("c"))
+        await eventually(lambda: list(streams._open) == ["b", "c"])
+        for connection in connections:
+            connection.close()
+
+
 async def test_a_reader_survives_a_worker_that_talks_nonsense(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
