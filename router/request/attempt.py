@@ -38,8 +38,8 @@ from rpc.status import error_from_rpc
 
 # When a leg complains of its peer, the peer's own error is the real cause and a moment behind.
 _CAUSE_WAIT_S = 0.1
-# From D's word that it has sent the last token to that token. They come on two streams of one
-# connection, and a router that is short of time may read one long before the other.
+# From D's word that it has sent the last token to that token. They come on two connections, and a
+# router that is short of time may read one long before the other.
 _LAST_TOKENS_S = 60.0
 Metadata = tuple[tuple[str, str], ...]
 

@@ -3,13 +3,15 @@ what matters is that their number does not grow with the sequences of a batch.""
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.config import EngineConfig
 from core.types import GenerationRequest, SamplingParams
-from engine import native
+from engine import native, sampler
 from engine.engine import Engine
 from engine.model.load import load_model
 from support.tiny_models import make_tiny, random_ids, save_tiny
@@ -75,3 +77,34 @@ def test_a_native_step_makes_no_call_for_a_layer(tmp_path: Path) -> None:
     # Inputs, embedding, cos and sin, logits, the sampled ids and whether they are finite.
     assert allocations(three) <= 24
     assert calls_of_a_step(tmp_path, "bfloat16", 16) == three
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiler or no AVX512-BF16")
+def test_nobody_reads_all_logits_again_for_the_greatest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where they have been changed since, as by a bias."""
+    searched, search = 0, sampler._maxima
+
+    def counted(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal searched
+        searched += 1
+        return search(logits)
+
+    monkeypatch.setattr(sampler, "_maxima", counted)
+    shape = {"head_dim": 32, "intermediate_size": 128}
+    files = save_tiny(make_tiny("llama", **shape), tmp_path)
+    engine = Engine(load_model(files, "bfloat16"), EngineConfig(block_size=4), 128)
+
+    def tokens(**sampling: Any) -> list[int]:
+        params = SamplingParams(max_tokens=4, **sampling)
+        engine.add(GenerationRequest("a", tuple(random_ids(10)), params))
+        found: list[int] = []
+        while engine.has_work():
+            found += [token for output in engine.step() for token in output.token_ids]
+        return found
+
+    greedy = tokens(temperature=0.0)
+    assert tokens(temperature=1e-6) == greedy and searched == 0
+    assert tokens(temperature=0.0, logit_bias={greedy[0]: -100.0})[0] != greedy[0]
+    assert searched == 4
