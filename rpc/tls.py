@@ -10,9 +10,10 @@ changed ones; a channel has what was there when it was made.
 import logging
 import os
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -21,6 +22,7 @@ from core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 INTERNAL_NAME = "pdserve.internal"
 _VARIABLES = {
     "ca_file": "PDSERVE_TLS_CA_FILE",
@@ -79,10 +81,33 @@ def use_internal_tls(config: Config) -> None:
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     """For `add_secure_port`. With a `ca_file` every client needs a certificate of its signing."""
+    # Asked at each handshake, in a thread of gRPC's. None: as before.
+    news = _news_of(files, lambda: _read(files))
+    return grpc.dynamic_ssl_server_credentials(
+        _read(files), news, require_client_authentication=files.ca_file is not None
+    )
+
+
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """As `server_credentials`, for servers that are not gRPC's."""
+    news = _news_of(files, lambda: _context(files, ssl.PROTOCOL_TLS_SERVER))
+    context = current = _context(files, ssl.PROTOCOL_TLS_SERVER)
+
+    def look(handshake: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        nonlocal current
+        current = news() or current
+        handshake.context = current
+
+    context.sni_callback = look
+    return context
+
+
+def _news_of(files: TlsFiles, make: Callable[[], T]) -> Callable[[], T | None]:
+    """Asked again and again, gives what `make` makes of the files when they have changed since;
+    None if they have not, or cannot be used."""
     version = files.version()
 
-    def fresh() -> Any:
-        """At each handshake, in a thread of gRPC's. None: as before."""
+    def news() -> T | None:
         nonlocal version
         try:
             now = files.version()
@@ -91,36 +116,12 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
             files.check("tls")
             version = now
             logger.info("certificates have changed: %s", files.cert_file)
-            return _read(files)
+            return make()
         except (OSError, ConfigError) as error:
             logger.error("the last good certificates stand: %s", error)
             return None
 
-    return grpc.dynamic_ssl_server_credentials(
-        _read(files), fresh, require_client_authentication=files.ca_file is not None
-    )
-
-
-def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """As `server_credentials`, for servers that are not gRPC's."""
-    version = files.version()
-    current = _context(files, ssl.PROTOCOL_TLS_SERVER)
-
-    def look(handshake: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        nonlocal version, current
-        try:
-            now = files.version()
-            if now != version:
-                current = _context(files, ssl.PROTOCOL_TLS_SERVER)
-                version = now
-                logger.info("certificates have changed: %s", files.cert_file)
-        except OSError as error:
-            logger.error("the last good certificates stand: %s", error)
-        handshake.context = current
-
-    context = _context(files, ssl.PROTOCOL_TLS_SERVER)
-    context.sni_callback = look
-    return context
+    return news
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:

@@ -19,7 +19,7 @@ from rpc.tls import TlsFiles
 from support.certificates import Authority
 from support.waiting import eventually
 from worker import step_stream
-from worker.step_stream import StepStreams
+from worker.step_stream import StepStream, StepStreams
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 
@@ -58,6 +58,15 @@ class Router:
         return connection
 
 
+async def opened(streams: StepStreams, address: str) -> tuple[Router, FrameConnection, StepStream]:
+    router = Router()
+    connection = await router.call(address)
+    await eventually(lambda: streams.get("mine"))
+    stream = streams.get("mine")
+    assert stream is not None
+    return router, connection, stream
+
+
 async def following(
     address: str, incarnation: str = "life"
 ) -> tuple[StepReader, "asyncio.Task[None]"]:
@@ -73,11 +82,7 @@ async def ended(task: "asyncio.Task[None]") -> None:
 async def test_tokens_arrive_whole_however_the_bytes_are_cut() -> None:
     """Many small messages in one piece, and one that is larger than any buffer on the way."""
     async with worker() as (streams, address):
-        router = Router()
-        connection = await router.call(address)
-        await eventually(lambda: streams.get("mine"))
-        stream = streams.get("mine")
-        assert stream is not None
+        router, connection, stream = await opened(streams, address)
         for index in range(5000):
             stream.put_token("a", 1, index, index)
             stream.flush()
@@ -94,11 +99,8 @@ async def test_tokens_arrive_whole_however_the_bytes_are_cut() -> None:
 async def test_a_router_that_does_not_read_costs_what_its_requests_say() -> None:
     """The socket takes some, the rest waits where it is bounded, and goes out in order."""
     async with worker() as (streams, address):
-        router = Router()
-        connection = await router.call(address)
-        await eventually(lambda: streams.get("mine"))
-        stream = streams.get("mine")
-        assert stream is not None and connection._transport is not None
+        router, connection, stream = await opened(streams, address)
+        assert connection._transport is not None
         connection._transport.pause_reading()
         text = pb.Tokens(tokens=[pb.Token(id=1)] * 20_000)
         for index in range(1000):
