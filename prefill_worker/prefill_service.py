@@ -127,14 +127,15 @@ class _ChunkClock:
         self._num_computed = 0
 
     def take(self, output: SequenceOutput) -> None:
-        began = now() - output.step_seconds
         if output.admitted:
-            self.started = began
             self._num_computed = output.num_cached_tokens
         num_tokens = output.num_computed_tokens - self._num_computed
         if num_tokens <= 0:
             return
         self._num_computed = output.num_computed_tokens
+        began = now() - output.step_seconds
+        if not self.chunks:
+            self.started = began  # not the admission's news: it took its own time to come here
         if len(self.chunks) < _MAX_CHUNKS:
             self.chunks.append(
                 pb.PrefillChunk(

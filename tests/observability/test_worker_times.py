@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.types import SequenceOutput
+from prefill_worker import prefill_service
 from rpc import worker_pb2 as pb
 from support.pair import BLOCK, prompt, request, running_pair, tiny_config
 
@@ -76,3 +78,22 @@ async def _first_tokens(decode) -> tuple[pb.DecodeStarted, pb.DecodeStep]:
             return started, event.tokens.first_step
         started = event.started
     raise AssertionError("the decode worker said no token")
+
+
+def test_chunks_count_from_the_first_step_however_late_the_admissions_news_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at = 10.0
+    monkeypatch.setattr(prefill_service, "now", lambda: at)
+    clock = prefill_service._ChunkClock()
+    admitted = SequenceOutput("r", admitted=True, num_cached_tokens=16, num_computed_tokens=16)
+    clock.take(admitted)
+    at = 10.75  # the step of 0.5 s began a quarter of a second after the news of the admission
+    clock.take(SequenceOutput("r", step_seconds=0.5, num_computed_tokens=48))
+    at = 11.25
+    clock.take(SequenceOutput("r", step_seconds=0.25, num_computed_tokens=58))
+    assert clock.started == 10.25
+    assert [(c.num_tokens, c.offset_seconds, c.seconds) for c in clock.chunks] == [
+        (32, 0, 0.5),
+        (10, 0.75, 0.25),
+    ]
