@@ -110,7 +110,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
     ) -> None:
         try:
             matcher = await self._runtime.matcher(request)
-            await self._runtime.run_on_engine(lambda e: e.add(request, matcher))
+            self._runtime.add_on_engine(request.request_id, lambda e: e.add(request, matcher))
             num_emitted = len(request.output_token_ids)
             await self._stream(request, outputs, num_emitted, context, steps, scored=request)
         except BaseException:
@@ -128,9 +128,10 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         arrived: float | None = None,
     ) -> None:
         """Tokens as they come, by `steps` if there is one; those that pile up behind a slow
-        reader go as one message. `scored`: whose prompt is computed, and maybe scored, here.
+        reader go as one message. By steps the admission waits for the first of them: it would take
+        the time of cores that compute. `scored`: whose prompt is computed, and maybe scored, here.
         `arrived`: when the call did, if its first step is to be told."""
-        is_finished = False
+        is_finished, started = False, None
         num_scored = 1  # nothing predicts the prompt's first token
         while not is_finished:
             if steps is None or arrived is not None:
@@ -140,8 +141,10 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             batch = [output]
             while outputs.has_more():
                 batch.append(await outputs.next())
-            if (started := _admission(batch)) is not None:
+            started = _admission(batch) or started
+            if started is not None and steps is None:
                 await context.write(pb.DecodeEvent(started=started))
+                started = None
             for output in batch:
                 if output.prompt_logprobs and scored is not None:
                     message = codec.prompt_logprobs_to_pb(
@@ -162,6 +165,9 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             if steps is None:
                 await context.write(pb.DecodeEvent(tokens=tokens))
                 continue
+            if started is not None:
+                tokens.started.CopyFrom(started)
+                started = None
             if is_finished:
                 await context.write(pb.DecodeEvent(steps_ended=pb.StepsEnded()))
             steps.put(tokens)

@@ -228,10 +228,10 @@ class Engine:
     def step(self, before_model: BeforeModel | None = None) -> list[SequenceOutput]:
         """Computes one batch. One output for every sequence that was admitted, advanced towards a
         hand-over, sampled or ended. `before_model` is called when a model is about to run, maybe
-        more than once, with outputs that then are not returned: of what was admitted, so that a
-        peer can prepare for it meanwhile. If the model or the sampler raises, the sequences of the
-        batch end with an `error`, and the engine can go on with the others. Raises RankLostError
-        when a part of the model is gone, which ends the engine."""
+        more than once, with outputs that then are not returned: of what was admitted and a peer
+        waits for, so that it can prepare meanwhile. If the model or the sampler raises, the
+        sequences of the batch end with an `error`, and the engine can go on with the others. Raises
+        RankLostError when a part of the model is gone, which ends the engine."""
         started = time.monotonic()
         if before_model is not None and self._speculation is not None:
             before_model([])  # scheduling may run its model
@@ -242,8 +242,8 @@ class Engine:
         num_decodes = sum(not seq.is_prefilling for seq, _ in plan.steps)
         admitted = [_admitted(seq) for seq in plan.admitted]
         if before_model is not None and plan.steps:
-            before_model(admitted)
-            admitted = []
+            before_model([output for output in admitted if output.block_table is not None])
+            admitted = [output for output in admitted if output.block_table is None]
         result = self._run(plan)
         outputs = self._postprocess(plan, admitted, result)
         step_seconds = time.monotonic() - started

@@ -29,9 +29,9 @@ class EngineLoop:
       gets a result or an exception, always.
     - `on_outputs` gets outputs in the order of steps, never none, before any later call runs.
       While steps follow each other it gets those of a step when the model begins with the next
-      one, and with them what that one has admitted: from there on this thread holds no lock of
-      the interpreter, and whoever handles the outputs does not hold it up. `on_crash` is the
-      last thing called, at most once. Both run on this thread and must not block.
+      one, and with them what that one has admitted for a peer: from there on this thread holds
+      no lock of the interpreter, and whoever handles the outputs does not hold it up. `on_crash`
+      is the last thing called, at most once. Both run on this thread and must not block.
     - The thread sleeps while there is no work, and while a step changes nothing: only a call
       can change that.
     - While another process of the host reads a prompt, steps that only decode begin `pace` seconds

@@ -25,7 +25,8 @@ class SequenceOutput:
     embedding: bytes = b""  # with the finish reason, if asked for: little-endian float32
     # Set once, in the step that gave the sequence its blocks.
     admitted: bool = False
-    block_table: list[int] | None = None  # of a prefill_only or remote sequence, with `admitted`
+    # With `admitted`, if a peer has to know: of a prefill_only or remote sequence.
+    block_table: list[int] | None = None
     num_cached_tokens: int = 0  # with `admitted`: found in this engine's prefix cache
     queue_seconds: float = 0.0  # with `admitted`: from add to admission, this step left out
     step_seconds: float = 0.0  # that this step took, with all its sequences

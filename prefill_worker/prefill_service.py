@@ -38,14 +38,16 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         self, request: GenerationRequest, context: grpc.aio.ServicerContext
     ) -> None:
         """Nobody will attach: one token, and the blocks are free again."""
-        runtime = self._runtime
-        with runtime.outputs.open(request.request_id) as outputs:
+        runtime, request_id = self._runtime, request.request_id
+        with runtime.outputs.open(request_id) as outputs:
             try:
                 matcher = await runtime.matcher(request)
-                await runtime.run_on_engine(lambda e: e.add_prefill(request, matcher, hold=False))
+                runtime.add_on_engine(
+                    request_id, lambda e: e.add_prefill(request, matcher, hold=False)
+                )
                 await self._until_first_token(request, outputs, context, None)
             except BaseException:
-                runtime.abort(request.request_id)
+                runtime.abort(request_id)
                 raise
 
     async def _hand_over(
@@ -60,7 +62,7 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         try:
             with runtime.outputs.open(request_id) as outputs:
                 matcher = await runtime.matcher(request)
-                await runtime.run_on_engine(lambda e: e.add_prefill(request, matcher))
+                runtime.add_on_engine(request_id, lambda e: e.add_prefill(request, matcher))
                 await self._until_first_token(request, outputs, context, announcer)
                 await lease.ended.wait()
             if lease.error is not None:

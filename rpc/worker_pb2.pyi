@@ -501,18 +501,20 @@ class KvPull(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., offset_seconds: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("first_index", "tokens", "finish_reason", "embedding", "first_step")
+    __slots__ = ("first_index", "tokens", "finish_reason", "embedding", "first_step", "started")
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
     first_index: int
     tokens: _containers.RepeatedCompositeFieldContainer[Token]
     finish_reason: FinishReason
     embedding: bytes
     first_step: DecodeStep
-    def __init__(self, first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., embedding: _Optional[bytes] = ..., first_step: _Optional[_Union[DecodeStep, _Mapping]] = ...) -> None: ...
+    started: DecodeStarted
+    def __init__(self, first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., embedding: _Optional[bytes] = ..., first_step: _Optional[_Union[DecodeStep, _Mapping]] = ..., started: _Optional[_Union[DecodeStarted, _Mapping]] = ...) -> None: ...
 
 class DecodeStep(_message.Message):
     __slots__ = ("offset_seconds", "seconds")

@@ -12,7 +12,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -23,6 +23,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from core.errors import (
     EngineError,
     OverloadedError,
+    PdserveError,
     StalePeerError,
     UnavailableError,
 )
@@ -290,6 +291,21 @@ class WorkerRuntime:
     async def run_on_engine(self, function: Callable[[Engine], T]) -> T:
         """Runs `function` on the engine thread between two steps."""
         return await asyncio.wrap_future(self.engine_loop.call(function))
+
+    def add_on_engine(self, request_id: str, add: Callable[[Engine], None]) -> None:
+        """Runs `add` on the engine thread between two steps, without waiting: the event loop would
+        wake up in the request's first step, on a core that computes it. What it raises comes as the
+        request's output."""
+
+        def added(future: Future[None]) -> None:  # on the engine thread
+            error = future.exception()
+            if error is None:
+                return
+            if not isinstance(error, PdserveError):
+                error = EngineError(f"the engine could not take the request: {error}")
+            self._loop.call_soon_threadsafe(self.outputs.fail, request_id, error)
+
+        self.engine_loop.call(add).add_done_callback(added)
 
     async def matcher(self, request: GenerationRequest) -> Matcher | None:
         """A fresh matcher for a request with a grammar, compiled off the loop and the engine's

@@ -180,8 +180,8 @@ void rest(const uint16_t* x, long x_stride, const uint16_t* tile, long inputs, l
 // While one tile is multiplied with row after row, out of the second cache, the next is on its way
 // to there: each group of rows fetches a share of it.
 template <int VECTORS, int LINES>
-void plain_sums(const Linear& w, const uint16_t* tile, const uint16_t* x, long rows, float* sums) {
-    auto next = reinterpret_cast<const char*>(tile + w.inputs * TILE);
+void plain_sums(const Linear& w, const uint16_t* tile, const char* next, const uint16_t* x,
+                long rows, float* sums) {
     long r = 0;
     for (; r + GROUP_ROWS <= rows; r += GROUP_ROWS, next += w.inputs / 2 * 64 * LINES)
         if (r < 4 / LINES * GROUP_ROWS)
@@ -194,17 +194,18 @@ void plain_sums(const Linear& w, const uint16_t* tile, const uint16_t* x, long r
 }
 
 template <int VECTORS>
-void plain_sums(const Linear& w, long channel, const uint16_t* x, long rows, float* sums) {
+void plain_sums(const Linear& w, long channel, const char* next, const uint16_t* x, long rows,
+                float* sums) {
     const uint16_t* tile = static_cast<const uint16_t*>(w.tiles) +
                            channel / TILE * TILE * w.inputs + channel % TILE * 2;
     if (rows < GROUP_ROWS) {
         rest<VECTORS>(x, w.inputs, tile, w.inputs, rows, sums);
     } else if (rows < 2 * GROUP_ROWS) {
-        plain_sums<VECTORS, 4>(w, tile, x, rows, sums);
+        plain_sums<VECTORS, 4>(w, tile, next, x, rows, sums);
     } else if (rows < 4 * GROUP_ROWS) {
-        plain_sums<VECTORS, 2>(w, tile, x, rows, sums);
+        plain_sums<VECTORS, 2>(w, tile, next, x, rows, sums);
     } else {
-        plain_sums<VECTORS, 1>(w, tile, x, rows, sums);
+        plain_sums<VECTORS, 1>(w, tile, next, x, rows, sums);
     }
 }
 
@@ -299,37 +300,50 @@ void finish(const Linear& w, long channel, long rows, float* sums) {
 }
 
 // The inputs' rows times the VECTORS * 16 channels from `channel` on, a multiple of 32, with scales
-// and bias, to sums [rows, TILE] in float32. `rows` is at most MAX_ROWS.
+// and bias, to sums [rows, TILE] in float32. `rows` is at most MAX_ROWS. Meanwhile as much as such a
+// tile is fetched from `next` on.
 template <int VECTORS>
-void product(const Linear& w, long channel, const Inputs& in, long rows, float* sums) {
+void product(const Linear& w, long channel, const char* next, const Inputs& in, long rows,
+             float* sums) {
     for (long r = 0; r < rows; r++)
         for (int v = 0; v < VECTORS; v++)
             _mm512_store_ps(sums + r * TILE + 16 * v, _mm512_setzero_ps());
-    if (w.kind == PLAIN) plain_sums<VECTORS>(w, channel, in.x, rows, sums);
+    if (w.kind == PLAIN) plain_sums<VECTORS>(w, channel, next, in.x, rows, sums);
     if (w.kind == INT8) quantised_sums<Int8, VECTORS>(w, channel, in, rows, sums);
     if (w.kind == INT4) quantised_sums<Int4, VECTORS>(w, channel, in, rows, sums);
     finish<VECTORS>(w, channel, rows, sums);
 }
 
-// Calls use(channel, num_channels, sums) for the channels of thread `thread` of `threads`, as
-// whole tiles where its share has both halves of one. `span` channels are shared out.
+// The tile with a channel in it, of a plain weight.
+inline const char* tile_of(const Linear& w, long channel) {
+    return static_cast<const char*>(w.tiles) + channel / TILE * TILE * w.inputs * 2;
+}
+
+// What thread `thread` of `threads` has of `span` channels, in halves of a tile.
+struct Share {
+    long at, end;
+    Share(long span, int thread, int threads)
+        : at(span / HALF * thread / threads), end(span / HALF * (thread + 1) / threads) {}
+};
+
+// Calls use(channel, num_channels, sums, next) for the channels of thread `thread` of `threads`, as
+// whole tiles where its share has both halves of one. `span` channels are shared out. `next` of the
+// last ones is `after`, what the thread reads when it has done them; of others their next tile.
 template <class Use>
-void each_product(const Linear& w, long span, const Inputs& in, long rows, int thread,
-                  int threads, Use use) {
+void each_product(const Linear& w, long span, const char* after, const Inputs& in, long rows,
+                  int thread, int threads, Use use) {
     alignas(64) float sums[MAX_ROWS * TILE];
-    long halves = span / HALF;
-    long at = halves * thread / threads, end = halves * (thread + 1) / threads;
-    while (at < end) {
-        long channel = at * HALF;
-        if (at % 2 == 0 && at + 2 <= end) {
-            product<4>(w, channel, in, rows, sums);
-            use(channel, TILE, sums);
-            at += 2;
-        } else {
-            product<2>(w, channel, in, rows, sums);
-            use(channel, HALF, sums);
-            at += 1;
-        }
+    Share own(span, thread, threads);
+    while (own.at < own.end) {
+        long channel = own.at * HALF;
+        bool is_whole = own.at % 2 == 0 && own.at + 2 <= own.end;
+        own.at += is_whole ? 2 : 1;
+        const char* next = own.at < own.end ? tile_of(w, own.at * HALF) : after;
+        if (is_whole)
+            product<4>(w, channel, next, in, rows, sums);
+        else
+            product<2>(w, channel, next, in, rows, sums);
+        use(channel, is_whole ? TILE : HALF, sums, next);
     }
 }
 

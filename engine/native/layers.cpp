@@ -52,6 +52,14 @@ struct Decoder {
     long block_size;
 };
 
+// A product that comes after another one: `span` channels of it are shared out among the threads.
+struct Ahead {
+    const Linear* w = nullptr;
+    long span = 0;
+};
+
+inline Ahead ahead_of(const Linear& w) { return {&w, w.outputs}; }
+
 // Tokens of a prompt that go through attention together; others go alone.
 struct PromptChunk {
     int64_t row, tokens, prefix, sequence;
@@ -309,11 +317,18 @@ class Walk {
         return out;
     }
 
-    // Few rows of x times the first `span` channels: calls use(channel, channels, sums [rows, TILE])
-    // for this thread's part.
+    // Few rows of x times the first `span` channels: calls use(channel, channels, sums [rows, TILE],
+    // next) for this thread's part, see `each_product`.
     template <class Use>
-    void few(const Linear& w, long span, const uint16_t* x, Use use) {
-        each_product(w, span, prepared(w, x, rows_), rows_, thread_, crew_.threads, use);
+    void few(const Linear& w, long span, const Ahead& ahead, const uint16_t* x, Use use) {
+        each_product(w, span, first_tile(ahead), prepared(w, x, rows_), rows_, thread_,
+                     crew_.threads, use);
+    }
+
+    // Of this thread's share.
+    const char* first_tile(const Ahead& ahead) const {
+        if (!ahead.w) return nullptr;
+        return tile_of(*ahead.w, Share(ahead.span, thread_, crew_.threads).at * HALF);
     }
 
     // Many rows of x times the first `span` channels: make(block) is the work of one.
@@ -326,11 +341,12 @@ class Walk {
         });
     }
 
-    void narrow(const Linear& w, const uint16_t* x, uint16_t* out) {
+    void narrow(const Linear& w, const Ahead& ahead, const uint16_t* x, uint16_t* out) {
         if (rows_ <= few_rows_)
-            few(w, w.outputs, x, [&](long channel, long channels, const float* sums) {
-                put_narrow(sums, rows_, channels, out + channel, w.outputs);
-            });
+            few(w, w.outputs, ahead, x,
+                [&](long channel, long channels, const float* sums, const char*) {
+                    put_narrow(sums, rows_, channels, out + channel, w.outputs);
+                });
         else
             blocks(w, w.outputs, x, [&](const Block& block) {
                 return NarrowBlock<Product>{block, out, w.outputs};
@@ -339,11 +355,12 @@ class Walk {
     }
 
     // Adds to the residual.
-    void add(const Linear& w, const uint16_t* x) {
+    void add(const Linear& w, const Ahead& ahead, const uint16_t* x) {
         if (rows_ <= few_rows_)
-            few(w, w.outputs, x, [&](long channel, long channels, const float* sums) {
-                put_wide(sums, rows_, channels, residual_ + channel, d_.hidden, true);
-            });
+            few(w, w.outputs, ahead, x,
+                [&](long channel, long channels, const float* sums, const char*) {
+                    put_wide(sums, rows_, channels, residual_ + channel, d_.hidden, true);
+                });
         else
             blocks(w, w.outputs, x, [&](const Block& block) {
                 return WideBlock{block, residual_, d_.hidden, true};
@@ -352,16 +369,18 @@ class Walk {
     }
 
     void layer(const Layer& layer, long index) {
-        narrow(layer.qkv, norm(layer.input_norm), s_.qkv);
+        bool is_last = index == d_.num_layers - 1;
+        const Linear& behind = is_last ? d_.head : d_.layers[index + 1].qkv;
+        narrow(layer.qkv, ahead_of(layer.o), norm(layer.input_norm), s_.qkv);
         LayerCache cache{d_.cache + index * 2 * d_.kv_heads * d_.block_size * d_.dim,
                          d_.num_layers * 2 * d_.kv_heads * d_.block_size * d_.dim, d_.kv_heads,
                          d_.block_size, d_.dim};
         turn(layer, cache);
         attention(layer, cache);
-        if (index == d_.num_layers - 1 && s_.num_logits < rows_) keep_logits_rows();
-        add(layer.o, attended_);
-        gate_up(layer.gate_up, norm(layer.mlp_norm));
-        add(layer.down, s_.activated);
+        if (is_last && s_.num_logits < rows_) keep_logits_rows();
+        add(layer.o, {&layer.gate_up, d_.intermediate}, attended_);
+        gate_up(layer.gate_up, ahead_of(layer.down), norm(layer.mlp_norm));
+        add(layer.down, ahead_of(behind), s_.activated);
     }
 
     // Rotates queries and keys and writes the rows' keys and values.
@@ -460,19 +479,21 @@ class Walk {
         are_logits_rows_ = true;
     }
 
-    void gate_up(const Linear& w, const uint16_t* x) {
+    void gate_up(const Linear& w, const Ahead& ahead, const uint16_t* x) {
         if (rows_ <= few_rows_) {
             alignas(64) float up[MAX_ROWS * TILE];
             Inputs inputs = prepared(w, x, rows_);
-            auto use = [&](long channel, long channels, const float* gate) {
+            const char* after = first_tile(ahead);
+            auto use = [&](long channel, long channels, const float* gate, const char* next) {
                 long other = d_.intermediate + channel;
+                next += (next == after ? TILE : d_.intermediate) * w.inputs * 2;
                 if (channels == TILE)
-                    pdserve::product<4>(w, other, inputs, rows_, up);
+                    pdserve::product<4>(w, other, next, inputs, rows_, up);
                 else
-                    pdserve::product<2>(w, other, inputs, rows_, up);
+                    pdserve::product<2>(w, other, next, inputs, rows_, up);
                 activate(gate, up, rows_, channels, s_.activated + channel, d_.intermediate);
             };
-            each_product(w, d_.intermediate, inputs, rows_, thread_, crew_.threads, use);
+            each_product(w, d_.intermediate, after, inputs, rows_, thread_, crew_.threads, use);
         } else {
             blocks(w, d_.intermediate, x, [&](const Block& block) {
                 return NarrowBlock<GateUp>{block, s_.activated, d_.intermediate};
@@ -486,9 +507,10 @@ class Walk {
         long size = d_.head.outputs;
         const uint16_t* x = norm(d_.norm);
         if (rows_ <= few_rows_)
-            few(d_.head, size, x, [&](long channel, long channels, const float* sums) {
-                put_wide(sums, rows_, channels, s_.logits + channel, size, false);
-            });
+            few(d_.head, size, {}, x,
+                [&](long channel, long channels, const float* sums, const char*) {
+                    put_wide(sums, rows_, channels, s_.logits + channel, size, false);
+                });
         else {
             blocks(d_.head, size, x, [&](const Block& block) {
                 return WideBlock{block, s_.logits, size, false};

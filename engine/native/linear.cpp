@@ -23,8 +23,8 @@ void pdserve_linear(const Linear* weight, const uint16_t* x, uint16_t* out, long
                     int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int thread = 0; thread < threads; thread++)
-        each_product(*weight, weight->outputs, prepared(*weight, x, rows), rows, thread, threads,
-                     [&](long channel, long channels, const float* sums) {
+        each_product(*weight, weight->outputs, nullptr, prepared(*weight, x, rows), rows, thread, threads,
+                     [&](long channel, long channels, const float* sums, const char*) {
                          for (long r = 0; r < rows; r++)
                              for (long c = 0; c < channels; c += 16)
                                  store_bf16(out + r * weight->outputs + channel + c,

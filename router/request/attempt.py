@@ -277,7 +277,8 @@ class Attempt:
     async def _decoded_by_steps(
         self, decode: Worker, inbox: Inbox, direct: Direct[TokenBatch] | None
     ) -> AsyncGenerator[TokenBatch, None]:
-        """Tokens from the worker's steps, once its call has said that it has started."""
+        """Tokens from the worker's steps; after a hand-over, once its call has said that it has
+        started."""
 
         def take(item: Item) -> bool:
             if direct is None or not isinstance(item, tuple) or not direct.is_open():
@@ -285,11 +286,12 @@ class Attempt:
             direct.take(self._take(item, decode))
             return True
 
-        event = await self._next_decode_event()
-        if not event.HasField("started"):
-            error = UnavailableError(f"{decode.id} has not said that it has started")
-            raise AttemptFailed(error, (decode,))
-        self.decode_started = event.started
+        if self.placement.prefill is not None:
+            event = await self._next_decode_event()
+            if not event.HasField("started"):
+                error = UnavailableError(f"{decode.id} has not said that it has started")
+                raise AttemptFailed(error, (decode,))
+            self.decode_started = event.started
         self._decode_rest = asyncio.create_task(self._read_rest(decode, inbox))
         past_readers = None
         while True:
@@ -310,7 +312,9 @@ class Attempt:
         try:
             while (event := await call.read()) is not grpc.aio.EOF:
                 kind = event.WhichOneof("event")
-                if kind == "tokens":
+                if kind == "started":  # not by steps, which the worker does not know any more
+                    self.decode_started = event.started
+                elif kind == "tokens":
                     inbox.put(event.tokens)
                 elif kind == "steps_ended":
                     await asyncio.sleep(_LAST_TOKENS_S)
@@ -332,6 +336,8 @@ class Attempt:
         if isinstance(tokens, tuple):
             self._due += 1
             return TokenBatch([tokens[1]], None, None)
+        if tokens.HasField("started"):
+            self.decode_started = tokens.started
         if self.first_step is None and tokens.HasField("first_step"):
             self.first_step = tokens.first_step
         self._due += len(tokens.tokens)

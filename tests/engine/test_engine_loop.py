@@ -72,12 +72,32 @@ def test_outputs_come_once_a_step_in_one_list(harness):
     names = ["a", "b"]
     requests = [make_request(name, [1, 2, 3], max_tokens=3) for name in names]
     harness.loop.call(lambda engine: [engine.add(r) for r in requests]).result(WAIT)
-    steps = [harness.outputs.get(timeout=WAIT) for _ in range(4)]
-    assert [[o.request_id for o in outputs] for outputs in steps] == [names] * 4
-    assert [[o.admitted for o in outputs] for outputs in steps] == [[True] * 2] + [[False] * 2] * 3
-    assert [[len(o.token_ids) for o in outputs] for outputs in steps] == [[0] * 2] + [[1] * 2] * 3
+    steps = [harness.outputs.get(timeout=WAIT) for _ in range(3)]
+    assert [[o.request_id for o in outputs] for outputs in steps] == [names] * 3
+    assert [[o.admitted for o in outputs] for outputs in steps] == [[True] * 2] + [[False] * 2] * 2
+    assert [[len(o.token_ids) for o in outputs] for outputs in steps] == [[1] * 2] * 3
     harness.loop.call(lambda engine: None).result(WAIT)
     assert harness.outputs.empty()
+
+
+def test_an_admission_that_a_peer_waits_for_comes_when_the_model_begins(harness):
+    forward, seen = harness.model.forward, []
+
+    def watched(*args):
+        seen.append(harness.outputs.qsize())
+        return forward(*args)
+
+    harness.model.forward = watched
+    held, own = make_request("held", [1, 2, 3]), make_request("own", [1, 2, 3], max_tokens=1)
+    harness.loop.call(lambda engine: (engine.add_prefill(held), engine.add(own))).result(WAIT)
+    harness.loop.call(lambda engine: None).result(WAIT)  # behind the step
+    (early,) = harness.outputs.get(timeout=WAIT)
+    assert seen == [1] and early.admitted and early.request_id == "held" and early.block_table
+    outputs = {output.request_id: output for output in harness.outputs.get(timeout=WAIT)}
+    assert {name: output.admitted for name, output in outputs.items()} == {
+        "held": False, "own": True,
+    }  # fmt: skip
+    harness.loop.call(lambda engine: engine.release("held")).result(WAIT)
 
 
 def test_a_steps_outputs_come_when_the_model_begins_the_next_one(harness):
@@ -93,9 +113,9 @@ def test_a_steps_outputs_come_when_the_model_begins_the_next_one(harness):
     harness.model.forward, harness.before_step = watched, at_the_start_of_a_step
     harness.add("r", max_tokens=3)
     harness.wait_until_idle()
-    # Before each step, and when its model begins: first with what was admitted.
-    assert seen == [0, 1, 1, 2, 2, 3]
-    assert harness.outputs.qsize() == 4  # the last ones at once: no step follows
+    # Before each step, and when its model begins.
+    assert seen == [0, 0, 0, 1, 1, 2]
+    assert harness.outputs.qsize() == 3  # the last ones at once: no step follows
 
 
 def test_a_steps_outputs_come_before_a_call_that_was_made_meanwhile(harness):
@@ -108,7 +128,7 @@ def test_a_steps_outputs_come_before_a_call_that_was_made_meanwhile(harness):
     harness.before_step = call
     harness.add("r", max_tokens=3)
     harness.wait_until_idle()
-    assert seen == [2]  # what was admitted, and the first token
+    assert seen == [1]  # the first token
 
 
 def test_calls_run_on_the_engine_thread_in_order(harness):
@@ -209,13 +229,13 @@ def test_decoding_leaves_the_cores_while_a_prompt_is_read_elsewhere(paced):
     before = paced.num_steps
     paced.add("r", max_tokens=9)
     # Its own prompt does not wait; the step's output is not held back by the pause behind it.
-    outputs = [*paced.outputs.get(timeout=WAIT), *paced.outputs.get(timeout=WAIT)]
-    assert [len(output.token_ids) for output in outputs] == [0, 1]
+    (output,) = paced.outputs.get(timeout=WAIT)
+    assert output.admitted and len(output.token_ids) == 1
     for _ in range(5):  # calls do not wait either
         paced.loop.call(lambda engine: None).result(WAIT)
     assert paced.num_steps == before + 1
     paced.add("late", max_tokens=9)
-    outputs = [*paced.outputs.get(timeout=WAIT), *paced.outputs.get(timeout=WAIT)]
+    outputs = paced.outputs.get(timeout=WAIT)
     assert {output.request_id for output in outputs} == {"r", "late"}
     assert paced.num_steps == before + 2
     paced.prompt_is_read = False
@@ -228,7 +248,6 @@ def test_a_pause_ends_with_the_loop(paced):
     paced.prompt_is_read = True
     paced.add("r", max_tokens=9)
     paced.outputs.get(timeout=WAIT)
-    paced.outputs.get(timeout=WAIT)
     assert paced.loop.stop(WAIT)
     assert paced.num_steps == 1
 
@@ -236,10 +255,8 @@ def test_a_pause_ends_with_the_loop(paced):
 def test_a_failing_step_is_an_output_and_no_crash(harness):
     harness.model.next_error = RuntimeError("boom")
     harness.add("r")
-    (admitted,) = harness.outputs.get(timeout=WAIT)
-    assert admitted.admitted and admitted.error is None
     (output,) = harness.outputs.get(timeout=WAIT)
-    assert "boom" in output.error
+    assert output.admitted and "boom" in output.error
     harness.add("r", max_tokens=2)
     assert len(harness.finish("r")) == 2
     assert harness.crash.empty()

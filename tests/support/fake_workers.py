@@ -361,7 +361,9 @@ class _Decode(worker_pb2_grpc.DecodeServiceServicer):
                     started.num_cached_tokens = worker.hit(request)
                 worker.measured(request)
                 started.MergeFrom(worker.decode_started)
-                yield worker_pb2.DecodeEvent(started=started)
+                goes_along = steps is not None and not message.HasField("source")
+                if not goes_along:
+                    yield worker_pb2.DecodeEvent(started=started)
                 if not message.HasField("source"):
                     for scores in prompt_scores(request):
                         yield worker_pb2.DecodeEvent(prompt_logprobs=scores)
@@ -372,6 +374,8 @@ class _Decode(worker_pb2_grpc.DecodeServiceServicer):
                     tokens = worker_pb2.Tokens(
                         first_index=index, finish_reason=reason, embedding=embedding_of(request)
                     )
+                    if goes_along:
+                        tokens.started.CopyFrom(started)
                     yield worker_pb2.DecodeEvent(tokens=tokens)
                 while not reason:
                     if not await worker.step(fault, num_sent):
@@ -384,12 +388,15 @@ class _Decode(worker_pb2_grpc.DecodeServiceServicer):
                     )
                     if message.HasField("source") and not num_sent and worker.first_step:
                         tokens.first_step.CopyFrom(worker.first_step)
+                    if goes_along and not num_sent:
+                        tokens.started.CopyFrom(started)
                     if steps is None:
                         yield worker_pb2.DecodeEvent(tokens=tokens)
                     else:
                         if reason:
                             yield worker_pb2.DecodeEvent(steps_ended=worker_pb2.StepsEnded())
                         is_more = reason or tokens.HasField("first_step")
+                        is_more = is_more or tokens.HasField("started")
                         is_more = is_more or token.HasField("logprob")
                         if is_more or not (worker.has_columns and message.step_number):
                             steps.put(request.request_id, tokens)

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import (
-    RequestError,
-)
+from core.errors import EngineError, RequestError
 from core.types import FinishReason
 from support.pair import (
     BLOCK,
@@ -135,3 +133,16 @@ async def test_prompt_too_long_for_one_side_never_decodes(tiny_model_dir: Path) 
                 assert isinstance(answer.error, RequestError)
                 assert answer.tokens == []
         await pair.wait_idle()
+
+
+async def test_what_the_engine_refuses_ends_the_request_as_its_output(pair: Pair) -> None:
+    runtime = pair.decode.runtime
+
+    def refuse(error: Exception) -> None:
+        raise error
+
+    for error, kind in ((RequestError("too long"), RequestError), (ValueError("odd"), EngineError)):
+        with runtime.outputs.open("refused") as outputs:
+            runtime.add_on_engine("refused", lambda e, error=error: refuse(error))
+            with pytest.raises(kind, match=str(error)):
+                await asyncio.wait_for(outputs.next(), 10)

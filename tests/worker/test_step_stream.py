@@ -150,14 +150,16 @@ class Streaming:
 
 async def test_a_plain_token_wakes_nobody_and_any_other_is_in_its_place() -> None:
     at = Streaming()
-    await at.step(10, admitted=True)
+    await at.step(10, admitted=True, num_cached_tokens=16)
     await at.step(11)
     await at.step(12)
     await at.step(13, 14)
     await at.step(15)
     await at.step(16, finish_reason=FinishReason.LENGTH)
     await at.call
-    assert at.written == ["started", "steps_ended"]
+    assert at.written == ["steps_ended"]
+    (first, *_) = [said for message in at.wire.sent for said in message.sequences]
+    assert first.tokens.first_index == 5 and first.tokens.started.num_cached_tokens == 16
     found = await at.wire.said()
     assert [index for _, index, _ in found] == list(range(5, 12))
     assert [token for _, _, token in found] == list(range(10, 17))
