@@ -119,6 +119,14 @@ class RaySession:
         if self.temp_dir:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
 
+    def clear(self) -> None:
+        """Leaves nothing of a local Ray that has failed to start."""
+        assert self.temp_dir is not None
+        ray.shutdown()
+        end_all(self._started(), 0.0)
+        shutil.rmtree(self.temp_dir, ignore_errors=True)
+        self.temp_dir.mkdir(mode=0o700)
+
     def _started(self) -> list[ProcessId]:
         return [process for process in descendants(os.getpid()) if process not in self._before]
 
@@ -164,6 +172,18 @@ def _connect(address: str, patience_s: float = _CONNECT_S) -> None:
 
 def _start_local(config: Config, session: RaySession) -> None:
     adopt_orphans()  # of a raylet that dies before its workers
+    try:
+        _init_local(config, session)
+    except (RuntimeError, OSError) as error:
+        # Once in some hundreds of starts the GCS does not come up, and Ray gives up after 120 s.
+        logger.warning("Ray has not started, once more: %s", error)
+        session.clear()
+        _init_local(config, session)
+    session.find_head()
+    _refuse_impossible(config)
+
+
+def _init_local(config: Config, session: RaySession) -> None:
     ray.init(
         address="local",
         num_cpus=_cpus_needed(config),
@@ -174,8 +194,6 @@ def _start_local(config: Config, session: RaySession) -> None:
         _system_config={"gcs_storage": "rocksdb", "gcs_storage_path": f"{session.temp_dir}/gcs"},
         **_INIT_OPTIONS,
     )
-    session.find_head()
-    _refuse_impossible(config)
 
 
 def _start_gcs_again() -> None:
