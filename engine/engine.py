@@ -83,6 +83,7 @@ class Engine:
         propose = self._speculation.propose if self._speculation is not None else None
         self.scheduler = Scheduler(config, self.pool, propose)
         self.made_progress = False  # whether the last step did anything at all
+        self.ran_model = False  # and whether the model was part of it
         self._sampler = Sampler()
         self._staging = Staging(
             self.kv_cache.device, torch.int64, 3 * config.max_num_batched_tokens
@@ -236,6 +237,7 @@ class Engine:
         if before_model is not None and self._speculation is not None:
             before_model([])  # scheduling may run its model
         plan = self.scheduler.schedule()
+        self.ran_model = bool(plan.steps)
         for seq in plan.admitted:
             seq.queue_seconds = started - seq.added_at
         num_prompt_tokens = sum(n for seq, n in plan.steps if seq.is_prefilling)

@@ -1,6 +1,7 @@
 """The engine's thread: everything that touches an engine runs there."""
 
 import logging
+import math
 import os
 import queue
 import threading
@@ -61,7 +62,7 @@ class EngineLoop:
         self._progress_at: float | None = None  # None: idle
         self._pace = pace
         self._prompt_is_read = prompt_is_read
-        self._step_began_at = 0.0
+        self._step_began_at = -math.inf
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -117,8 +118,10 @@ class EngineLoop:
         if not self._engine.has_work():
             return False
         self._mark_busy()
-        self._step_began_at = time.monotonic()
+        began = time.monotonic()
         outputs = self._engine.step(self._deliver)
+        if self._engine.ran_model:  # what only admits leaves the cores as they are
+            self._step_began_at = began
         self._undelivered += outputs
         if self._engine.made_progress:
             self._progress_at = time.monotonic()

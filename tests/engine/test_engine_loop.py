@@ -244,6 +244,17 @@ def test_decoding_leaves_the_cores_while_a_prompt_is_read_elsewhere(paced):
     assert sum(len(o.token_ids) for o in rest if o.request_id == "late") == 8
 
 
+def test_a_step_that_only_admits_starts_no_pause(paced):
+    paced.prompt_is_read = True
+    request = make_request("r", [1, 2, 3], max_tokens=9)
+    paced.loop.call(lambda engine: engine.add_remote(request)).result(WAIT)
+    (admitted,) = paced.outputs.get(timeout=WAIT)
+    assert admitted.block_table
+    paced.loop.call(lambda engine: engine.start_decode("r", 4)).result(WAIT)
+    (output,) = paced.outputs.get(timeout=WAIT)
+    assert len(output.token_ids) == 1
+
+
 def test_a_pause_ends_with_the_loop(paced):
     paced.prompt_is_read = True
     paced.add("r", max_tokens=9)
