@@ -76,7 +76,7 @@ class EngineConfig(_Section):
     threads: Positive | Literal["auto"] = "auto"
     idle_threads: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     # Of decode workers, seconds from one step to the next while prompts are read beside them.
-    decode_pace: Annotated[float, Field(ge=0, le=1)] = 0.027
+    decode_pace: Annotated[float, Field(ge=0, le=1)] = 0.03
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # Of a GPU's memory: what weights, KV blocks and a step may take together.
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
