@@ -84,6 +84,7 @@ class Engine:
         self.scheduler = Scheduler(config, self.pool, propose)
         self.made_progress = False  # whether the last step did anything at all
         self.ran_model = False  # and whether the model was part of it
+        self.has_fresh = False  # whether KV has come of a sequence that was in no step since
         self._sampler = Sampler()
         self._staging = Staging(
             self.kv_cache.device, torch.int64, 3 * config.max_num_batched_tokens
@@ -157,6 +158,7 @@ class Engine:
         seq = self._get(request_id, SequenceState.AWAITING)
         check_token_ids((first_token,), self._vocab_size, "first_token")
         self.scheduler.start_decode(seq, first_whole_block)
+        self.has_fresh = True
         self._append(seq, first_token)
 
     def release(self, request_id: str) -> None:
@@ -238,6 +240,7 @@ class Engine:
             before_model([])  # scheduling may run its model
         plan = self.scheduler.schedule()
         self.ran_model = bool(plan.steps)
+        self.has_fresh = self.has_fresh and not self.ran_model
         for seq in plan.admitted:
             seq.queue_seconds = started - seq.added_at
         num_prompt_tokens = sum(n for seq, n in plan.steps if seq.is_prefilling)

@@ -36,7 +36,8 @@ class EngineLoop:
     - The thread sleeps while there is no work, and while a step changes nothing: only a call
       can change that.
     - While another process of the host reads a prompt, steps that only decode begin `pace` seconds
-      after each other or later, and leave the cores to it in between; 0: as soon as they can.
+      after each other or later, and leave the cores to it in between; 0: as soon as they can. So
+      does the first step of a sequence whose KV came from a peer.
     - With PDSERVE_DEBUG=1 the engine's books are checked whenever it is idle; an error there is
       a crash.
     """
@@ -160,9 +161,10 @@ class EngineLoop:
             self._serve(item)
 
     def _keep_pace(self) -> None:
-        """Serves calls until the next step may begin."""
+        """Serves calls until the next step may begin: for a sequence whose KV has just come, whose
+        reader has waited for the hand-over already, at once."""
         engine = self._engine
-        while self._pace and engine.num_running and not engine.has_prompts:
+        while self._pace and engine.num_running and not engine.has_prompts and not engine.has_fresh:
             left = self._step_began_at + self._pace - time.monotonic()
             if left <= 0 or self._is_stopping.is_set() or not self._prompt_is_read():
                 return

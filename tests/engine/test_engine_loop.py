@@ -255,6 +255,21 @@ def test_a_step_that_only_admits_starts_no_pause(paced):
     assert len(output.token_ids) == 1
 
 
+def test_a_sequence_whose_kv_has_come_waits_for_no_pause(paced):
+    paced.prompt_is_read = True
+    for i, name in enumerate(("first", "second")):
+        request = make_request(name, [1, 2, 3 + i], max_tokens=9)
+        paced.loop.call(lambda engine, r=request: engine.add_remote(r)).result(WAIT)
+        (admitted,) = paced.outputs.get(timeout=WAIT)
+        assert admitted.request_id == name and admitted.block_table
+    for num_running, name in enumerate(("first", "second"), start=1):
+        paced.loop.call(lambda engine, n=name: engine.start_decode(n, 4)).result(WAIT)
+        assert len(paced.outputs.get(timeout=WAIT)) == num_running
+    num_steps = paced.num_steps
+    paced.loop.call(lambda engine: None).result(WAIT)
+    assert paced.num_steps == num_steps and paced.outputs.empty()  # both have had their turn
+
+
 def test_a_pause_ends_with_the_loop(paced):
     paced.prompt_is_read = True
     paced.add("r", max_tokens=9)
