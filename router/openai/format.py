@@ -96,9 +96,11 @@ class Formatter:
             self._readers = [ChatReader(request.reading) for _ in range(request.num_choices)]
 
     def chunk(self, delta: Delta) -> bytes:
-        """The events for one delta; nothing if it has nothing to tell."""
+        """The events for one delta; nothing if it has nothing to tell. A token has an event of its
+        own also where it completes no character, or may begin a stop string: clients tell by events
+        that an answer goes on, and count them."""
         if delta.finish_reason is None and delta.index in self._plain:
-            if not delta.text:
+            if not delta.text and not delta.token_ids:
                 return b""
             before, after = self._plain[delta.index]
             return (before + encode_basestring_ascii(delta.text) + after).encode()
@@ -114,7 +116,8 @@ class Formatter:
         said, finish_reason = self._said(delta)
         wordless = not said and logprobs is None and not self._return_token_ids
         wordless = wordless and delta.prompt_logprobs is None
-        if wordless and finish_reason is None:
+        is_seen = opening or self._readers is not None or not delta.token_ids
+        if wordless and finish_reason is None and is_seen:
             return opening
         choice = {
             "index": delta.index,

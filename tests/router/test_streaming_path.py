@@ -202,8 +202,13 @@ def test_a_plain_chunk_is_what_json_makes_of_it(shape: Any, include_usage: bool)
 
     quick = formatter()
     for index in (0, 1):
+        # A token that completes no character is an event too, its request's first one as well.
+        assert formatter().chunk(Delta(index, "", [1], None, None)).count(b"data: ") == 1
         quick.chunk(Delta(index, "first", [1], None, None))
-        assert quick.chunk(Delta(index, "", [1], None, None)) == b""
+        (choice,) = json.loads(quick.chunk(Delta(index, "", [1], None, None))[6:])["choices"]
+        assert choice["finish_reason"] is None
+        assert choice["delta"] == {"content": ""} if shape is CHAT else choice["text"] == ""
+        assert quick.chunk(Delta(index, "", [], None, None)) == b""
     for text in texts:
         for index in (0, 1):
             slow = formatter()
