@@ -119,14 +119,6 @@ class RaySession:
         if self.temp_dir:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
 
-    def clear(self) -> None:
-        """Leaves nothing of a local Ray that has failed to start."""
-        assert self.temp_dir is not None
-        ray.shutdown()
-        end_all(self._started(), 0.0)
-        shutil.rmtree(self.temp_dir, ignore_errors=True)
-        self.temp_dir.mkdir(mode=0o700)
-
     def _started(self) -> list[ProcessId]:
         return [process for process in descendants(os.getpid()) if process not in self._before]
 
@@ -177,7 +169,9 @@ def _start_local(config: Config, session: RaySession) -> None:
     except (RuntimeError, OSError) as error:
         # Once in some hundreds of starts the GCS does not come up, and Ray gives up after 120 s.
         logger.warning("Ray has not started, once more: %s", error)
-        session.clear()
+        session.end()
+        assert session.temp_dir is not None
+        session.temp_dir.mkdir(mode=0o700)
         _init_local(config, session)
     session.find_head()
     _refuse_impossible(config)

@@ -51,8 +51,7 @@ def test_a_worker_under_load_stays_within_its_budget(folder: Path) -> None:
     assert result.returncode == 0, result.stderr
     seen: dict[str, int] = json.loads(result.stdout.splitlines()[-1])
     assert seen["num_tokens"] == 40 * 12
-    # As good as every block was written; how many run at once is a matter of time.
-    assert seen["fewest_free"] <= seen["num_blocks"] // 50
+    assert seen["fewest_free"] == 0  # every block was written
     kv = seen["num_blocks"] * seen["block_bytes"]
     assert kv > 50 * MB
     assert seen["budget"] - 200 * MB < seen["peak"] < seen["budget"], seen
